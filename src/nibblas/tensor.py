@@ -59,10 +59,11 @@ class ScaledTensor:
             need = (blocks,)
         else:
             need = (*self.data.shape[:-2], *self.layout.shape(self.shape[-2], blocks))
-            if self.data.shape[-2:] != self.data_layout.shape(self.shape[-2], self.K // 2):
+            packed = self.data_layout.shape(self.shape[-2], self.K // 2)
+            if self.data.shape[-2:] != packed:
                 raise ValueError(
-                    f"{op}: data of shape {tuple(self.data.shape)} can't hold the codes of ({self.shape[-2]}, {self.K}) in "
-                    f"{self.data_layout}, need {self.data_layout.shape(self.shape[-2], self.K // 2)}"
+                    f"{op}: data of shape {tuple(self.data.shape)} can't hold the codes of "
+                    f"({self.shape[-2]}, {self.K}) in {self.data_layout}, need {packed}"
                 )
         if self.scale.shape != need:
             raise ValueError(
