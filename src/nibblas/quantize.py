@@ -183,6 +183,47 @@ def global_scale_from_amax(amax: Tensor, scale_rule: str = "absmax") -> Tensor:
     return (amax.float() / (E2M1_MAX * TOP_SCALE[scale_rule])).clamp(min=SMALLEST_GLOBAL_SCALE)
 
 
+def check_arguments(
+    x: Tensor,
+    format: Format | str,
+    scale_rule: str | None,
+    global_scale: Tensor | float | None,
+    block_dim: int,
+    rotation: int,
+) -> tuple[Tensor, Format, str, Tensor | None]:
+    """What `quantize` takes, checked: x with its block dimension last, the Format, the rule, global_scale in fp32."""
+    op, format = "quantize", as_format(format)
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+        got = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"{op}: x is {got}, need a tensor of {', '.join(map(str, DTYPES))}")
+    if not -x.ndim <= block_dim < x.ndim:
+        raise ValueError(
+            f"{op}: block_dim {block_dim} of a tensor of shape {tuple(x.shape)}, need one of its dimensions"
+        )
+    scale_rule = format.scale_rules[0] if scale_rule is None else scale_rule
+    if scale_rule not in RULES[format]:
+        raise ValueError(f"{op}: scale_rule {scale_rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
+    x = x.movedim(block_dim, -1)
+    K = x.shape[-1]
+    format.check_K(op, K)
+    if rotation and (rotation not in ROTATIONS or K % rotation):
+        raise ValueError(
+            f"{op}: rotation {rotation!r} of K = {K}, need 0 or a divisor of K among {', '.join(map(str, ROTATIONS))}"
+        )
+    if global_scale is None:
+        return x, format, scale_rule, None
+    if not format.has_global_scale:
+        raise ValueError(f"{op}: {format} has no global_scale, got {global_scale}")
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+    if given.shape != x.shape[:-2]:
+        if given.numel() != 1:
+            raise ValueError(f"{op}: global_scale has shape {tuple(given.shape)}, need () or {tuple(x.shape[:-2])}")
+        given = given.reshape(())
+    if not torch.compiler.is_compiling() and not ((given > 0) & given.isfinite()).all():
+        raise ValueError(f"{op}: global_scale is {global_scale}, need positive and finite numbers")
+    return x, format, scale_rule, given
+
+
 @torch.no_grad()
 def quantize(
     x: Tensor,
@@ -219,25 +260,10 @@ def quantize(
     >>> quantize(torch.full((2, 32), 0.01), "nvfp4")
     ScaledTensor(nvfp4, shape=(2, 32), layout=LINEAR, global_scale=3.72024e-06, scale_rule='absmax')
     """
-    op, format = "quantize", as_format(format)
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
-        got = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{op}: x is {got}, need a tensor of {', '.join(map(str, DTYPES))}")
-    if not -x.ndim <= block_dim < x.ndim:
-        raise ValueError(
-            f"{op}: block_dim {block_dim} of a tensor of shape {tuple(x.shape)}, need one of its dimensions"
-        )
-    scale_rule = format.scale_rules[0] if scale_rule is None else scale_rule
-    if scale_rule not in RULES[format]:
-        raise ValueError(f"{op}: scale_rule {scale_rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
-    x = x.movedim(block_dim, -1)
+    op = "quantize"
+    x, format, scale_rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
+    global_scale = _global_scale(x, format, scale_rule, given, rotation)
     K, block_size = x.shape[-1], format.block_size
-    format.check_K(op, K)
-    if rotation and (rotation not in ROTATIONS or K % rotation):
-        raise ValueError(
-            f"{op}: rotation {rotation!r} of K = {K}, need 0 or a divisor of K among {', '.join(map(str, ROTATIONS))}"
-        )
-    global_scale = _global_scale(op, x, format, scale_rule, global_scale, rotation)
 
     data = torch.empty(*x.shape[:-1], K // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(*x.shape[:-1], K // block_size, dtype=torch.uint8, device=x.device)
@@ -307,23 +333,8 @@ def _expand(global_scale: Tensor, scale: Tensor) -> Tensor:
     return global_scale.reshape(*global_scale.shape, *(1,) * (scale.ndim - global_scale.ndim)).expand(scale.shape)
 
 
-def _global_scale(
-    op: str, x: Tensor, format: Format, scale_rule: str, given: Tensor | float | None, rotation: int
-) -> Tensor:
+def _global_scale(x: Tensor, format: Format, scale_rule: str, given: Tensor | None, rotation: int) -> Tensor:
     """The fp32 multiplier of the tensor, () or x.shape[:-2]; 1 where the format has none."""
     if not format.has_global_scale:
-        if given is not None:
-            raise ValueError(f"{op}: {format} has no global_scale, got {given}")
         return torch.ones((), dtype=torch.float32, device=x.device)
-    if given is None:
-        return global_scale_from_amax(amax(x, rotation), scale_rule)
-    global_scale = torch.as_tensor(given, dtype=torch.float32, device=x.device)
-    if global_scale.shape != x.shape[:-2]:
-        if global_scale.numel() != 1:
-            raise ValueError(
-                f"{op}: global_scale has shape {tuple(global_scale.shape)}, need () or {tuple(x.shape[:-2])}"
-            )
-        global_scale = global_scale.reshape(())
-    if not ((global_scale > 0) & global_scale.isfinite()).all():
-        raise ValueError(f"{op}: global_scale is {given}, need positive and finite numbers")
-    return global_scale
+    return global_scale_from_amax(amax(x, rotation), scale_rule) if given is None else given

@@ -217,6 +217,30 @@ class ScaledTensor:
         )
         return plain.with_layout(self.layout, self.data_layout)
 
+    def __getitem__(self, index: int) -> "ScaledTensor":
+        """One entry of the first batch dimension, views where the layouts allow: (L, ..., N, K) -> (..., N, K)."""
+        if self.ndim < 3:
+            raise IndexError(f"ScaledTensor of shape {tuple(self.shape)} has no batch dimension to index")
+        one = self.global_scale is None or self.global_scale.ndim == 0
+        global_scale = self.global_scale if one else self.global_scale[index]  # type: ignore[index]
+        return replace(self, data=self.data[index], scale=self.scale[index], global_scale=global_scale)
+
+    def flatten_rows(self) -> "ScaledTensor":
+        """All leading dimensions as one: (..., N, K) -> (rows, K), in LINEAR layouts; needs one global_scale."""
+        if self.global_scale is not None and self.global_scale.ndim:
+            raise ValueError(f"flatten_rows: {self} has one global_scale a matrix, need one for all rows")
+        data, scale = self.linear_data, self.linear_scale
+        return replace(
+            self,
+            data=data.reshape(-1, data.shape[-1]) if data.shape[-1] else data.new_empty(data.shape[:-1].numel(), 0),
+            scale=scale.reshape(-1, scale.shape[-1])
+            if scale.shape[-1]
+            else scale.new_empty(scale.shape[:-1].numel(), 0),
+            layout=LINEAR,
+            data_layout=LINEAR,
+            matrix=None,
+        )
+
     def to(self, device: torch.device | str) -> "ScaledTensor":
         """A copy on another device; itself if it is there already."""
         moved = None if self.global_scale is None else self.global_scale.to(device)

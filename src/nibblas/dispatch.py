@@ -1,0 +1,127 @@
+"""Choosing a kernel: what can run, what evidence says it takes, else what the cost model expects."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from nibblas import evidence
+from nibblas.evidence import Measurement
+from nibblas.kernel import Kernel
+from nibblas.kernels import kernels
+from nibblas.problem import Problem
+from nibblas.roofline import device_name, roofline, threads_of
+
+
+class NoKernelError(RuntimeError):
+    """No kernel answers the problem, or the one asked for by name can't; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel with what speaks for or against it on one problem."""
+
+    kernel: Kernel
+    why_not: str | None
+    seconds: float  # expected; infinite where why_not says no
+    basis: str  # "measured", "near" or "cost"
+    record: Measurement | None = None
+    distance: float = 0.0
+
+    @property
+    def basis_in_words(self) -> str:
+        if self.record is None:
+            return "cost model"
+        when = f"measured {self.record.when}"
+        return when if self.basis == "measured" else f"from {self.record.problem} ({self.distance:.1f} away), {when}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every kernel of an op and how it fared; prints as a table."""
+
+    problem: Problem
+    floor: float
+    floor_source: str
+    chosen: Kernel | None
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        named = self.floor_source != "assumed"
+        lines = [str(self.problem)]
+        if named:
+            lines.append(f"floor {_time(self.floor)} ({self.floor_source})")
+        else:
+            lines.append("floor unknown: run `nibblas doctor` once to measure this device")
+        width = max(len(c.kernel.name) for c in self.candidates)
+        for c in self.candidates:
+            mark = ">" if c.kernel is self.chosen else " "
+            if c.why_not is not None:
+                lines.append(f"{mark} {c.kernel.name:<{width}}  no: {c.why_not}")
+                continue
+            share = f", {self.floor / c.seconds:.0%} of floor" if named else ""
+            lines.append(f"{mark} {c.kernel.name:<{width}}  {_time(c.seconds)}{share}; {c.basis_in_words}")
+        return "\n".join(lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-2 else f"{seconds * 1e3:.1f} ms"
+
+
+def choose(problem: Problem, device: torch.device, kernel: str | None = None) -> Kernel:
+    """The kernel for a problem on a device; `kernel` forces one by name. Raises NoKernelError with the reasons."""
+    return _choose(problem, device, threads_of(device), kernel)
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, device: torch.device, threads: int, name: str | None) -> Kernel:
+    candidates = rank(problem, device, threads)
+    if name is not None:
+        for c in candidates:
+            if c.kernel.name == name:
+                if c.why_not is None:
+                    return c.kernel
+                raise NoKernelError(f"{problem.op}: kernel {name!r} {c.why_not}")
+        raise NoKernelError(
+            f"{problem.op}: no kernel is called {name!r}; there are {', '.join(c.kernel.name for c in candidates)}"
+        )
+    if candidates and candidates[0].why_not is None:
+        return candidates[0].kernel
+    reasons = "; ".join(f"{c.kernel.name} {c.why_not}" for c in candidates)
+    raise NoKernelError(f"no kernel for {problem}: {reasons or 'none exists'}")
+
+
+def rank(problem: Problem, device: torch.device, threads: int) -> list[Candidate]:
+    """Every kernel of the problem's op, the best first, those that can't last."""
+    found = [_candidate(kernel, problem, device, threads) for kernel in kernels() if kernel.op == problem.op]
+    return sorted(found, key=lambda c: (c.why_not is not None, c.seconds, c.kernel.name))
+
+
+def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: int) -> Candidate:
+    why_not = kernel.why_not(problem)
+    if why_not is not None:
+        return Candidate(kernel, why_not, float("inf"), "none")
+    line = roofline(device, threads)
+    near = evidence.store().nearest(problem, kernel.name, kernel.digest, device_name(device), threads)
+    if near is None:
+        return Candidate(kernel, None, kernel.cost(problem, line), "cost")
+    record, distance = near
+    if distance == 0:
+        return Candidate(kernel, None, record.median, "measured", record)
+    # A near problem is expected to take as many floors as the measured one did.
+    scaled = record.median * line.floor(problem) / line.floor(record.problem)
+    return Candidate(kernel, None, scaled, "near", record, distance)
+
+
+def explain_problem(problem: Problem, device: torch.device) -> Explanation:
+    """How `choose` decides on this problem."""
+    threads = threads_of(device)
+    line = roofline(device, threads)
+    candidates = tuple(rank(problem, device, threads))
+    chosen = candidates[0].kernel if candidates and candidates[0].why_not is None else None
+    return Explanation(problem, line.floor(problem), line.source, chosen, candidates)
+
+
+def forget() -> None:
+    """Drop remembered choices, after new evidence or a new roofline."""
+    _choose.cache_clear()

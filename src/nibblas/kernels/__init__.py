@@ -1,0 +1,11 @@
+"""Every kernel there is. A file is `<backend>_<op>[_<arch>].py` with its .c or .cu beside it; this is the one list."""
+
+from nibblas.kernel import Kernel
+from nibblas.kernels import composite, torch_linear, torch_quantize
+
+MODULES = (torch_linear, torch_quantize, composite)
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All kernels, on every device."""
+    return tuple(kernel for module in MODULES for kernel in module.KERNELS)

@@ -1,0 +1,757 @@
+"""The public operations: check, allocate, choose, launch.
+
+Each is also an operator of torch.ops.nibblas with a fake implementation, so that torch.compile traces through it
+without a break. An operand crosses that border as its tensors and a `spec` string, which says what they mean.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nibblas.dispatch import Explanation, choose, explain_problem
+from nibblas.formats import Format, as_format
+from nibblas.kernels.composite import ACTIVATIONS
+from nibblas.layouts import LINEAR, TiledLayout, as_layout
+from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_layouts, operand_name
+from nibblas.quantize import check_arguments, dequantize, rotate
+from nibblas.tensor import ScaledTensor
+
+Operand = Tensor | ScaledTensor
+
+# --- operands across the operator border ---------------------------------------------------------------------------
+
+OPERAND = "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_global_scale, str {0}_spec"
+
+
+def _flat(t: Operand) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    if isinstance(t, Tensor):
+        return t, None, None, ""
+    matrix = "" if t.matrix is None else f"{t.matrix[0]},{t.matrix[1]}"
+    return t.data, t.scale, t.global_scale, f"{t.format.name}|{t.layout.name}|{t.data_layout.name}|{matrix}"
+
+
+@lru_cache(maxsize=1024)
+def _parse(spec: str) -> tuple[Format, TiledLayout, TiledLayout, tuple[int, int] | None]:
+    format, layout, data_layout, matrix = spec.split("|")
+    N_K = tuple(int(n) for n in matrix.split(",")) if matrix else None
+    return as_format(format), as_layout(layout), as_layout(data_layout), N_K  # type: ignore[return-value]
+
+
+def _operand(data: Tensor, scale: Tensor | None, global_scale: Tensor | None, spec: str) -> Operand:
+    if not spec:
+        return data
+    format, layout, data_layout, matrix = _parse(spec)
+    assert scale is not None
+    return ScaledTensor(data, scale, format, global_scale, layout, data_layout, matrix=matrix)
+
+
+def _rows(data: Tensor, spec: str) -> int:
+    matrix = _parse(spec)[3] if spec else None
+    return data.shape[-2] if matrix is None else matrix[0]
+
+
+# --- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check_weights(op: str, name: str, w: ScaledTensor, ndim: int) -> None:
+    if not isinstance(w, ScaledTensor):
+        raise TypeError(f"{op}: {name} is a {type(w).__name__}, need a ScaledTensor (nibblas.quantize makes one)")
+    if w.ndim != ndim:
+        need = "(N, K)" if ndim == 2 else "(G, N, K)"
+        raise ValueError(f"{op}: {name} has shape {tuple(w.shape)}, need {need}")
+
+
+def _check_operands(op: str, x: Operand, *weights: ScaledTensor, vectors: Sequence[Tensor | None] = ()) -> None:
+    """Equal K, one device, usable dtypes; `vectors` are biases, each None or of its weights' (.., N)."""
+    if not isinstance(x, Tensor | ScaledTensor):
+        raise TypeError(f"{op}: x is a {type(x).__name__}, need a Tensor or a ScaledTensor")
+    operand_name(x, op)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x has no dimension, need (..., K)")
+    for w in weights:
+        if x.shape[-1] != w.shape[-1]:
+            raise ValueError(f"{op}: K differs: x has shape {tuple(x.shape)}, the weights {tuple(w.shape)}")
+    for w, bias in zip(weights, vectors, strict=False):
+        if bias is not None and bias.shape != w.shape[:-1]:
+            raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
+        if bias is not None and bias.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{op}: bias has dtype {bias.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
+    devices = {str(t.device) for t in (x, *weights, *vectors) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{op}: operands are on different devices: {', '.join(sorted(devices))}")
+
+
+def _out_dtype(op: str, x: Operand, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """out_dtype, else out's, else x's, else bf16 for FP4 activations."""
+    own = x.dtype if isinstance(x, Tensor) else torch.bfloat16
+    dtype = out_dtype or (own if out is None else out.dtype)
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"{op}: out_dtype is {dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
+    return dtype
+
+
+def _check_out(
+    op: str, out: Tensor, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Operand | None]
+) -> None:
+    given = [t for t in inputs if t is not None]
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != given[0].device:
+        raise ValueError(
+            f"{op}: out is {out.dtype} {tuple(out.shape)} on {out.device}, "
+            f"need {dtype} {tuple(shape)} on {given[0].device}"
+        )
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
+        raise RuntimeError(f"{op}: out= keeps no gradient; drop it, or call under torch.no_grad()")
+    if torch.compiler.is_compiling():
+        return  # Addresses are not known while tracing; functionalization keeps the buffers apart.
+    parts = [p for t in given for p in ((t,) if isinstance(t, Tensor) else (t.data, t.scale, t.global_scale))]
+    if any(part is not None and _overlap(out, part) for part in parts):
+        raise ValueError(f"{op}: out shares memory with an operand, need a buffer of its own")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
+    return a_start < b_end and b_start < a_end
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    span = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+# --- launching -----------------------------------------------------------------------------------------------------
+
+
+def linear_problem(
+    a: Operand, b: ScaledTensor, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
+) -> Problem:
+    """The Problem that a product of these operands poses: a ([L,] M, K), b ([L,] N, K)."""
+    return Problem(
+        op="linear",
+        M=a.shape[-2],
+        N=b.shape[-2],
+        K=b.shape[-1],
+        L=b.shape[0] if b.ndim == 3 else 1,
+        a=operand_name(a, "linear"),
+        b=b.format.name,
+        out=DTYPE_NAMES[dtype],
+        a_layouts=operand_layouts(a),
+        b_layouts=operand_layouts(b),
+        bias=bias is not None,
+        batch_invariant=batch_invariant,
+        arch=arch_of(b.device),
+    )
+
+
+def _launch_linear(
+    a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor, name: str | None, batch_invariant: bool
+) -> None:
+    if not out.numel():
+        return
+    if not a.shape[-1]:
+        out.zero_() if bias is None else out.copy_(bias)
+        return
+    kernel = choose(linear_problem(a, b, bias, out.dtype, batch_invariant), b.device, name)
+    with _on(b.device):
+        if b.ndim == 2 or kernel.batched:
+            kernel.launch(a, b, bias, out)
+        else:
+            for l in range(b.shape[0]):
+                kernel.launch(a[l], b[l], bias, out[l])
+
+
+def _best_linear(a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    _launch_linear(a, b, bias, out, None, False)
+
+
+def _launch_grouped(
+    x: Operand, w: ScaledTensor, offsets: Tensor, bias: Tensor | None, out: Tensor, name: str | None
+) -> None:
+    if offsets.device.type == "cpu":
+        bounds = offsets.tolist()
+        if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > x.shape[0]:
+            raise ValueError(
+                f"grouped_linear: offsets {bounds[:8]}{'...' if len(bounds) > 8 else ''} must ascend within "
+                f"0..{x.shape[0]}, the rows of x"
+            )
+    if not out.numel():
+        return
+    problem = Problem(
+        op="grouped_linear",
+        M=x.shape[0],
+        N=w.shape[-2],
+        K=w.shape[-1],
+        G=w.shape[0],
+        a=operand_name(x, "grouped_linear"),
+        b=w.format.name,
+        out=DTYPE_NAMES[out.dtype],
+        a_layouts=operand_layouts(x),
+        b_layouts=operand_layouts(w),
+        bias=bias is not None,
+        arch=arch_of(w.device),
+    )
+    with _on(w.device):
+        choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=_best_linear)
+
+
+def _launch_gated(
+    x: Operand,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    out: Tensor,
+    name: str | None,
+) -> None:
+    if not out.numel():
+        return
+    problem = Problem(
+        op="gated_linear",
+        M=x.shape[0],
+        N=w_up.shape[-2],
+        K=w_up.shape[-1],
+        a=operand_name(x, "gated_linear"),
+        b=w_up.format.name,
+        out=DTYPE_NAMES[out.dtype],
+        a_layouts=operand_layouts(x),
+        b_layouts=operand_layouts(w_up),
+        bias=bias_gate is not None,
+        arch=arch_of(w_up.device),
+    )
+    with _on(w_up.device):
+        kernel = choose(problem, w_up.device, name)
+        kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=_best_linear)
+
+
+# --- operators -----------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("nibblas", "DEF")
+
+
+def _define(name: str, arguments: str, returns: str, implementation: Callable, fake: Callable) -> None:
+    _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nibblas::{name}", fake, lib=_LIBRARY)
+
+
+def _define_product(name: str, arguments: str, write: Callable, fake: Callable) -> None:
+    """Two operators: `name(..., out_dtype)` allocates what `fake` says, `name_out(..., out)` writes to out."""
+
+    def allocate_and_write(*given):
+        *operands, _ = given
+        out = fake(*given)
+        write(*operands, out)
+        return out
+
+    _define(name, f"{arguments}, ScalarType out_dtype", "Tensor", allocate_and_write, fake)
+    _define(f"{name}_out", f"{arguments}, Tensor(a!) out", "()", write, lambda *_: None)
+
+
+def _write_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, out):
+    A, B = _operand(a, a_scale, a_global, a_spec), _operand(b, b_scale, b_global, b_spec)
+    _launch_linear(A, B, bias, out, kernel, batch_invariant)  # type: ignore[arg-type]
+
+
+def _fake_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, dtype):
+    return a.new_empty((*b.shape[:-2], _rows(a, a_spec), _rows(b, b_spec)), dtype=dtype)
+
+
+_define_product(
+    "linear",
+    f"{OPERAND.format('a')}, {OPERAND.format('b')}, Tensor? bias, str? kernel, bool batch_invariant",
+    _write_linear,
+    _fake_linear,
+)
+
+
+def _write_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, out):
+    X, W = _operand(x, x_scale, x_global, x_spec), _operand(w, w_scale, w_global, w_spec)
+    _launch_grouped(X, W, offsets, bias, out, kernel)  # type: ignore[arg-type]
+
+
+def _fake_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, dtype):
+    return x.new_empty((_rows(x, x_spec), _rows(w, w_spec)), dtype=dtype)
+
+
+_define_product(
+    "grouped_linear",
+    f"{OPERAND.format('x')}, {OPERAND.format('w')}, Tensor offsets, Tensor? bias, str? kernel",
+    _write_grouped,
+    _fake_grouped,
+)
+
+
+def _write_gated(
+    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, out
+):
+    X = _operand(x, x_scale, x_global, x_spec)
+    gate, up = _operand(g, g_scale, g_global, g_spec), _operand(u, u_scale, u_global, u_spec)
+    _launch_gated(X, gate, up, bg, bu, act, out, kernel)  # type: ignore[arg-type]
+
+
+def _fake_gated(
+    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, dtype
+):
+    return x.new_empty((_rows(x, x_spec), _rows(u, u_spec)), dtype=dtype)
+
+
+_define_product(
+    "gated_linear",
+    f"{OPERAND.format('x')}, {OPERAND.format('w_gate')}, {OPERAND.format('w_up')}, "
+    "Tensor? bias_gate, Tensor? bias_up, str activation, str? kernel",
+    _write_gated,
+    _fake_gated,
+)
+
+
+def _quantize(x, global_scale, format, scale_rule, kernel):
+    target = as_format(format)
+    problem = Problem(
+        op="quantize",
+        M=x.shape[0],
+        N=0,
+        K=x.shape[1],
+        a=operand_name(x, "quantize"),
+        b=format,
+        out=format,
+        rule=scale_rule,
+        arch=arch_of(x.device),
+    )
+    with _on(x.device):
+        w = choose(problem, x.device, kernel).launch(x, target, scale_rule, global_scale)
+    # An operator's results may not be its inputs, and have one type: MXFP4's absent global scale travels as a 1.
+    own = x.new_ones((), dtype=torch.float32) if w.global_scale is None else w.global_scale.clone()
+    return w.data, w.scale, own
+
+
+def _quantize_fake(x, global_scale, format, scale_rule, kernel):
+    rows, K = x.shape
+    blocks = K // as_format(format).block_size
+    bytes_ = x.new_empty((rows, K // 2), dtype=torch.uint8), x.new_empty((rows, blocks), dtype=torch.uint8)
+    return (*bytes_, x.new_empty((), dtype=torch.float32))
+
+
+_define(
+    "quantize",
+    "Tensor x, Tensor? global_scale, str format, str scale_rule, str? kernel",
+    "(Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _keep_weights(ctx, inputs, output):
+    (a, _, _, a_spec, b, b_scale, b_global, ctx.b_spec, bias, *_) = inputs
+    ctx.a_dtype, ctx.bias_dtype = None if a_spec else a.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(b, b_scale, b_global)
+
+
+def _linear_backward(ctx, grad):
+    """d/dx of x @ w.T is grad @ w, with w decoded to fp32; d/dbias sums over rows."""
+    grad_a = grad_bias = None
+    if ctx.a_dtype is not None and ctx.needs_input_grad[0]:
+        b, b_scale, b_global = ctx.saved_tensors
+        weights = _operand(b, b_scale, b_global, ctx.b_spec)
+        grad_a = (grad.float() @ dequantize(weights)).to(ctx.a_dtype)  # type: ignore[arg-type]
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[8]:
+        grad_bias = grad.float().sum(dim=tuple(range(grad.ndim - 1))).to(ctx.bias_dtype)
+    return grad_a, *[None] * 7, grad_bias, *[None] * 3
+
+
+torch.library.register_autograd("nibblas::linear", _linear_backward, setup_context=_keep_weights, lib=_LIBRARY)
+
+
+def _refuse_gradient(op: str):
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{op}: has no gradient (inference only); call it under torch.no_grad()")
+
+    torch.library.register_autograd(f"nibblas::{op}", backward, lib=_LIBRARY)
+
+
+for _op in ("grouped_linear", "gated_linear", "quantize"):
+    _refuse_gradient(_op)
+
+
+# --- the functions people call -------------------------------------------------------------------------------------
+
+
+def _enter(op: str, x: Operand, w: ScaledTensor) -> tuple[Operand, ScaledTensor]:
+    """Operands in the same basis: x takes w's rotation, after which neither is rotated."""
+    if x.ndim and x.shape[-1] == w.shape[-1]:
+        if isinstance(x, Tensor):
+            x = rotate(x, w.rotation) if w.rotation else x
+        elif x.rotation != w.rotation:
+            raise ValueError(f"{op}: x was rotated by {x.rotation}, the weights by {w.rotation}; need the same")
+    return _unrotated(x), _unrotated(w)  # type: ignore[return-value]
+
+
+def _unrotated(t: Operand) -> Operand:
+    if isinstance(t, Tensor) or not t.rotation:
+        return t
+    return ScaledTensor(t.data, t.scale, t.format, t.global_scale, t.layout, t.data_layout, matrix=t.matrix)
+
+
+def _as_matrix(x: Operand) -> Operand:
+    if isinstance(x, ScaledTensor):
+        return x if x.ndim == 2 else x.flatten_rows()
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def linear(
+    x: Operand,
+    w: ScaledTensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """x @ w.T + bias: summed in fp32 or better, narrowed once (docs/formats.md, "The product").
+
+    Parameters
+    ----------
+    x : (..., K) bf16, fp16, fp32, or a ScaledTensor of w's format.
+    w : (N, K) ScaledTensor.
+    bias : (N,), any of the float dtypes.
+    out : (..., N) to write to; must not share memory with an operand.
+    out_dtype : of the result; x's own by default, bf16 for FP4 activations.
+    kernel : name of the kernel to use; the dispatcher's choice by default (see `explain`).
+    batch_invariant : a row's result must not depend on how many rows there are.
+
+    Returns (..., N). Differentiable with respect to a dense x and to bias.
+    Raises TypeError, ValueError for operands that don't fit, NoKernelError where no kernel can run.
+
+    >>> w = nb.quantize(torch.eye(16), nb.NVFP4)
+    >>> nb.linear(torch.ones(2, 16), w).shape
+    torch.Size([2, 16])
+    """
+    _check_weights("linear", "w", w, 2)
+    _check_operands("linear", x, w, vectors=(bias,))
+    dtype = _out_dtype("linear", x, out, out_dtype)
+    shape = (*x.shape[:-1], w.shape[0])
+    a, b = _enter("linear", x, w)
+    arguments = (*_flat(_as_matrix(a)), *_flat(b), bias, kernel, batch_invariant)
+    if out is None:
+        return torch.ops.nibblas.linear(*arguments, dtype).reshape(shape)
+    _check_out("linear", out, shape, dtype, (x, w, bias))
+    _write(lambda rows: torch.ops.nibblas.linear_out(*arguments, rows), out)
+    return out
+
+
+def _write(run, out: Tensor) -> None:
+    """Run into out as a matrix (rows, N), through a copy if out can't be viewed as one."""
+    shape = (out.shape[:-1].numel(), out.shape[-1])
+    if out.ndim == 2:
+        run(out)
+    elif out.is_contiguous():
+        run(out.view(shape))
+    else:
+        rows = out.new_empty(shape)
+        run(rows)
+        out.copy_(rows.view(out.shape))
+
+
+def matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """a @ b.T over the last dimension of both: a (..., M, K), b (..., N, K) -> (..., M, N).
+
+    At least one of a and b is a ScaledTensor. Batch dimensions are equal, or one operand has none.
+    Arguments as in `linear`; out_dtype defaults to the dense operand's dtype, bf16 if there is none.
+    """
+    if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
+        raise TypeError("matmul: neither operand is a ScaledTensor; torch.matmul multiplies dense tensors")
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor | ScaledTensor) or t.ndim < 2:
+            got = tuple(t.shape) if isinstance(t, Tensor | ScaledTensor) else type(t).__name__
+            raise ValueError(f"matmul: {name} is {got}, need (..., rows, K)")
+    if not isinstance(b, ScaledTensor):
+        # Only the second operand of a kernel is always FP4: c.T = b @ a.T.
+        dtype = _out_dtype("matmul", b, out, out_dtype)
+        transposed = matmul(b, a, out_dtype=dtype, kernel=kernel, batch_invariant=batch_invariant).mT
+        if out is None:
+            return transposed
+        _check_out("matmul", out, transposed.shape, dtype, (a, b))
+        return out.copy_(transposed)
+    _check_operands("matmul", a, b)
+    if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(f"matmul: batch dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}")
+    if b.ndim == 2:
+        return linear(a, b, out=out, out_dtype=out_dtype, kernel=kernel, batch_invariant=batch_invariant)
+    dtype = _out_dtype("matmul", a, out, out_dtype)
+    batch = b.shape[:-2]
+    x, w = _enter("matmul", a, b)
+    flat = (*_flat(_as_batch(x, batch)), *_flat(_as_batch(w, batch)), None, kernel, batch_invariant)
+    shape = (*batch, a.shape[-2], b.shape[-2])
+    if out is not None:
+        _check_out("matmul", out, shape, dtype, (a, b))
+        if out.ndim == 3:
+            torch.ops.nibblas.linear_out(*flat, out)
+            return out
+    c = torch.ops.nibblas.linear(*flat, dtype).reshape(shape)
+    return c if out is None else out.copy_(c)
+
+
+def _as_batch(t: Operand, batch: torch.Size) -> Operand:
+    """(..., rows, K) -> (L, rows, K), a plain matrix repeated without copying its values."""
+    L = batch.numel()
+    if isinstance(t, Tensor):
+        return t.expand(L, *t.shape) if t.ndim == 2 else t.reshape(L, *t.shape[-2:])
+
+    def reshape(part: Tensor) -> Tensor:
+        return part.expand(L, *part.shape) if t.ndim == 2 else part.reshape(L, *part.shape[-2:])
+
+    global_scale = t.global_scale
+    if global_scale is not None and global_scale.ndim:
+        global_scale = global_scale.reshape(L)
+    return ScaledTensor(
+        reshape(t.data), reshape(t.scale), t.format, global_scale, t.layout, t.data_layout, matrix=t.matrix
+    )
+
+
+def bmm(a: Operand, b: Operand, **options) -> Tensor:
+    """`matmul` of exactly one batch dimension: a (L, M, K), b (L, N, K) -> (L, M, N). Options as in `matmul`."""
+    if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
+        raise ValueError(f"bmm: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, need (L, M, K) and (L, N, K)")
+    return matmul(a, b, **options)
+
+
+def grouped_linear(
+    x: Operand,
+    w: ScaledTensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Runs of rows against their own weights: rows offsets[g]:offsets[g+1] of x meet w[g].
+
+    x (M, K); w (G, N, K) ScaledTensor; offsets (G+1,) int32 or int64, ascending within 0..M; bias (G, N).
+    Returns (M, N); rows of no group are zero, empty groups are fine. Other arguments as in `linear`.
+    """
+    op = "grouped_linear"
+    _check_weights(op, "w", w, 3)
+    _check_operands(op, x, w, vectors=(bias,))
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, need (M, K)")
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (w.shape[0] + 1,):
+        raise ValueError(
+            f"{op}: offsets are {offsets.dtype} {tuple(offsets.shape)}, need int32 or int64 ({w.shape[0] + 1},)"
+        )
+    dtype = _out_dtype(op, x, out, out_dtype)
+    a, b = _enter(op, x, w)
+    arguments = (*_flat(a), *_flat(b), offsets, bias, kernel)
+    if out is None:
+        return torch.ops.nibblas.grouped_linear(*arguments, dtype)
+    _check_out(op, out, (x.shape[0], w.shape[-2]), dtype, (x, w, bias))
+    torch.ops.nibblas.grouped_linear_out(*arguments, out)
+    return out
+
+
+def grouped_matmul(
+    a: Sequence[Operand],
+    b: Sequence[Operand],
+    *,
+    out: Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> list[Tensor]:
+    """Independent products of any sizes: [a[g] (M_g, K_g) @ b[g] (N_g, K_g).T for each g]. Arguments as in `matmul`."""
+    if len(a) != len(b) or (out is not None and len(out) != len(a)):
+        raise ValueError(f"grouped_matmul: lists of {len(a)}, {len(b)} and {out and len(out)} products, need equal")
+    outs = [None] * len(a) if out is None else out
+    return [matmul(x, w, out=c, out_dtype=out_dtype, kernel=kernel) for x, w, c in zip(a, b, outs, strict=True)]
+
+
+def gated_linear(
+    x: Operand,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up), both products held in fp32.
+
+    x (..., K); w_gate and w_up (N, K) ScaledTensors of one format; biases (N,). Returns (..., N).
+    activation: "silu", or "swiglu_clamped" (gpt-oss: gate at most 7, up within +-7,
+    gate * sigmoid(1.702 gate) * (up + 1)).
+    Other arguments as in `linear`.
+    """
+    op = "gated_linear"
+    _check_weights(op, "w_gate", w_gate, 2)
+    _check_weights(op, "w_up", w_up, 2)
+    if w_gate.shape != w_up.shape or w_gate.format != w_up.format or w_gate.rotation != w_up.rotation:
+        raise ValueError(f"{op}: w_gate {w_gate} and w_up {w_up} differ in shape, format or rotation")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+    _check_operands(op, x, w_gate, w_up, vectors=(bias_gate, bias_up))
+    dtype = _out_dtype(op, x, out, out_dtype)
+    shape = (*x.shape[:-1], w_up.shape[0])
+    a, up = _enter(op, x, w_up)
+    flat = (*_flat(_as_matrix(a)), *_flat(_unrotated(w_gate)), *_flat(up), bias_gate, bias_up, activation, kernel)
+    if out is None:
+        return torch.ops.nibblas.gated_linear(*flat, dtype).reshape(shape)
+    _check_out(op, out, shape, dtype, (x, w_gate, w_up, bias_gate, bias_up))
+    _write(lambda rows: torch.ops.nibblas.gated_linear_out(*flat, rows), out)
+    return out
+
+
+def moe(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    w_down: ScaledTensor,
+    bias_gate: Tensor | None = None,
+    bias_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A mixture of experts: for each token the weighted sum over its experts of down(act(gate) * up).
+
+    x (T, H); expert_ids (T, top_k) integers, -1 for none; expert_weights (T, top_k); w_gate, w_up (E, I, H);
+    w_down (E, H, I); biases (E, I), (E, I), (E, H), each inside its product, so that the routing weight counts for it.
+    Intermediate results are held in x's dtype (fp32 for the gated activation itself). Returns (T, H).
+    """
+    op = "moe"
+    for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        _check_weights(op, name, w, 3)
+    E, H, I = w_down.shape
+    if w_gate.shape != (E, I, H) or w_up.shape != (E, I, H):
+        raise ValueError(
+            f"{op}: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be ({E}, {I}, {H}), "
+            f"the transpose of w_down {tuple(w_down.shape)}"
+        )
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        raise ValueError(f"{op}: x is {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}, need (T, {H})")
+    if expert_ids.shape != expert_weights.shape or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: expert_ids {tuple(expert_ids.shape)} and expert_weights {tuple(expert_weights.shape)} must both be "
+            f"({x.shape[0]}, top_k)"
+        )
+    if expert_ids.is_floating_point() or not expert_weights.is_floating_point():
+        raise TypeError(
+            f"{op}: expert_ids are {expert_ids.dtype}, expert_weights {expert_weights.dtype}, need int, float"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+    if expert_ids.device.type == "cpu" and expert_ids.numel() and not torch.compiler.is_compiling():
+        low, high = int(expert_ids.min()), int(expert_ids.max())
+        if low < -1 or high >= E:
+            raise ValueError(f"{op}: expert_ids span {low}..{high}, need -1..{E - 1}")
+    dtype = _out_dtype(op, x, out, out_dtype)
+    tokens, top_k = expert_ids.shape
+
+    # Rows sorted by expert, tokens without one first; no shape depends on where the tokens go.
+    order = torch.argsort(expert_ids.flatten(), stable=True)
+    experts = torch.arange(E + 1, device=x.device, dtype=expert_ids.dtype)
+    offsets = torch.searchsorted(expert_ids.flatten()[order].contiguous(), experts)
+    rows = x[order // top_k] if top_k else x[:0]
+    gate = grouped_linear(rows, w_gate, offsets, bias_gate, out_dtype=torch.float32)
+    up = grouped_linear(rows, w_up, offsets, bias_up, out_dtype=torch.float32)
+    hidden = ACTIVATIONS[activation](gate, up).to(x.dtype)
+    down = grouped_linear(hidden, w_down, offsets, bias_down, out_dtype=torch.float32)
+    # Back to token order, then a sum in the order of the token's experts: no atomics.
+    by_token = torch.empty_like(down)
+    by_token[order] = down
+    weighted = by_token.view(tokens, top_k, H) * expert_weights.unsqueeze(-1).float()
+    result = weighted.sum(dim=1).to(dtype)
+    if out is None:
+        return result
+    _check_out(op, out, (tokens, H), dtype, (x, w_gate, w_up, w_down))
+    return out.copy_(result)
+
+
+def quantize(
+    x: Tensor,
+    format: Format | str,
+    *,
+    scale_rule: str | None = None,
+    global_scale: Tensor | float | None = None,
+    block_dim: int = -1,
+    strict: bool = False,
+    rotation: int = 0,
+    kernel: str | None = None,
+) -> ScaledTensor:
+    """A ScaledTensor nearest to x by a named scale rule; what `nibblas.quantize.quantize` defines, by a fast kernel.
+
+    Parameters
+    ----------
+    x : (..., N, K) fp32, bf16 or fp16.
+    format : NVFP4 or MXFP4.
+    scale_rule : one of format.scale_rules, the first by default (docs/formats.md gives the formulas).
+    global_scale : fp32 multiplier, () or one a matrix (x.shape[:-2]); NVFP4 computes its own from max |x| by default.
+    block_dim : the dimension along which blocks lie; it becomes the last of the result.
+    strict : raise where a block holds NaN or Inf instead of marking that block NaN.
+    rotation : size of a block Hadamard rotation along K (16, 32, 64, 128), 0 for none.
+    kernel : name of the kernel to use.
+
+    >>> nb.quantize(torch.ones(2, 32), nb.MXFP4)
+    ScaledTensor(mxfp4, shape=(2, 32), layout=LINEAR, scale_rule='even')
+    """
+    x, target, rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
+    if rotation:
+        x = rotate(x, rotation)
+    if given is not None and given.ndim:
+        parts = [
+            quantize(m, target, scale_rule=rule, global_scale=g, kernel=kernel)
+            for m, g in zip(x.reshape(-1, *x.shape[-2:]), given.flatten(), strict=True)
+        ]
+        data = torch.stack([p.data for p in parts]).reshape(*x.shape[:-1], -1)
+        scale = torch.stack([p.scale for p in parts]).reshape(*x.shape[:-1], -1)
+    else:
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        data, scale, own = torch.ops.nibblas.quantize(rows, given, target.name, rule, kernel)
+        data, scale = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (data, scale))
+        given = own if target.has_global_scale else None
+    if strict:
+        bad = int(target.scale_code.is_nan(scale).sum())
+        if bad:
+            raise ValueError(f"quantize: {bad} of {scale.numel()} blocks hold NaN or Inf (strict=True)")
+    return ScaledTensor(data, scale, target, given, LINEAR, LINEAR, rule, rotation)
+
+
+def explain(op: str, x: Operand, w: ScaledTensor, bias: Tensor | None = None, **options) -> Explanation:
+    """How the dispatcher decides: every kernel of the op, why it can't run or what it should take, and the floor.
+
+    `op` is "linear" (x (..., K), w (N, K)) or "matmul" / "bmm" (x (L, M, K), w (L, N, K)); options are `linear`'s
+    out_dtype and batch_invariant. Print the result.
+    """
+    if op not in ("linear", "matmul", "bmm"):
+        raise ValueError(f"explain: op is {op!r}, need linear, matmul or bmm")
+    if op == "linear" or w.ndim == 2:
+        _check_weights(op, "w", w, 2)
+        x = _as_matrix(x)
+    _check_operands(op, x, w, vectors=(bias,))
+    dtype = _out_dtype(op, x, None, options.pop("out_dtype", None))
+    return explain_problem(linear_problem(x, w, bias, dtype, **options), w.device)
