@@ -59,9 +59,6 @@ def python_matmul(a, b):
     )
 
 
-# --- values --------------------------------------------------------------------------------------------------------
-
-
 def test_docstring_examples():
     results = doctest.testmod(reference)
     assert results.attempted
@@ -145,9 +142,6 @@ def test_codes_are_not_taken_for_values(dtype):
         reference.to_float64(torch.zeros(2, 16, dtype=torch.uint8).view(dtype))
 
 
-# --- products against Python arithmetic ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMAT_NAMES)
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 32), (3, 5, 64), (2, 7, 96)])
 def test_matmul_is_the_sum_of_products(format, M, N, K):
@@ -183,9 +177,6 @@ def test_swiglu_clamped_bounds():
     gate, up = torch.tensor([100.0, -100.0, 0.0, 1.0]), torch.tensor([100.0, 1.0, 1.0, -100.0])
     got = reference.gated_activation(gate, up, "swiglu_clamped", alpha=1e6, limit=3.0)
     assert got.tolist() == [3.0 * 4.0, 0.0, 0.0, 1.0 * -2.0]
-
-
-# --- hand values ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,9 +232,6 @@ def test_expert_biases_are_weighted():
     bias_down = torch.tensor([4.0, 8.0])[:, None].expand(E, H)
     ids, weights = torch.tensor([[0, 1]]), torch.tensor([[0.25, 0.75]])
     assert reference.moe(torch.zeros(1, H), ids, weights, w, w, w, bias_down=bias_down).tolist() == [[7.0] * H]
-
-
-# --- relations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMAT_NAMES)
@@ -385,9 +373,6 @@ def test_magnitude_is_the_size_of_a_sum_of_random_signs():
     assert reference.magnitude(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, -1.0]])).item() == 5.0
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -420,9 +405,6 @@ def grouped(offsets, bias=None):
 def moe_ids(ids):
     w = torch.ones(2, 3, 3)
     return reference.moe(torch.ones(2, 3), torch.tensor(ids), torch.ones(2, 1), w, w, w)
-
-
-# --- the shared checker --------------------------------------------------------------------------------------------
 
 
 def product(dtype, K=256, nan_scales=0):
@@ -581,9 +563,6 @@ def test_an_intermediate_may_be_rounded_where_said():
     with pytest.raises(AssertionError, match="elements are wrong"):
         assert_close(got, exact, BF16, K=64, what="two layers")
     assert_close(got, exact, BF16, K=64, what="two layers", intermediate=BF16)
-
-
-# --- drawn inputs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMAT_NAMES)
