@@ -49,17 +49,29 @@ def _nearest_e2m1(values: Tensor) -> Tensor:
     return values.add_(magic).sub_(magic)
 
 
-def _block_error(magnitude: Tensor, divisor: Tensor, unit: Tensor | float) -> Tensor:
-    """Squared error of blocks (B, block_size) under a scale, (B): unit^2 * sum((v - e2m1(v))^2), v = x / divisor.
+def _block_error(magnitude: Tensor, step: Tensor) -> Tensor:
+    """Squared error of blocks (B, block_size) under the steps scale * global_scale (B): sum((x - e2m1 * step)^2), (B).
 
-    The sum is a halving tree, so that its rounding does not depend on who computes it.
+    The sum is a halving tree, so that its rounding does not depend on who computes it. Two steps under which a block
+    dequantizes to the same values have the same error exactly.
     """
-    v = magnitude / divisor.unsqueeze(-1)
-    error = v.sub_(_nearest_e2m1(v)).square_()
+    step = step.unsqueeze(-1)
+    error = (magnitude - _nearest_e2m1(magnitude / step).mul_(step)).square_()
     while error.shape[-1] > 1:
         half = error.shape[-1] // 2
         error = error[..., :half] + error[..., half:]
-    return error.squeeze(-1).mul_(unit).mul_(unit)
+    return error.squeeze(-1)
+
+
+def _inverse_power(exponent: Tensor) -> Tensor:
+    """2^(127 - e) of biased fp32 exponents e in 0..254: what errors are scaled by, lest their squares leave fp32."""
+    return E8M0.decode(E8M0.largest - exponent)
+
+
+def _unit_global(magnitude: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """magnitude and global_scale times the power of two that takes global_scale to [1, 2)."""
+    power = _inverse_power(global_scale.view(torch.int32) >> 23)
+    return magnitude * power.unsqueeze(-1), global_scale * power
 
 
 def _absmax(magnitude: Tensor, amax: Tensor, global_scale: Tensor) -> Tensor:
@@ -70,10 +82,9 @@ def _four_over_six(magnitude: Tensor, amax: Tensor, global_scale: Tensor) -> Ten
     """amax to 6, or to 4 where the squared error is strictly smaller (arXiv 2512.02010)."""
     scale = amax / (E2M1_MAX * global_scale)
     to_six, to_four = e4m3_encode(scale), e4m3_encode(1.5 * scale)
-    error_six, error_four = (
-        _block_error(magnitude, value * global_scale, value) for value in map(E4M3.decode, (to_six, to_four))
-    )
-    # A scale of 0 has error NaN here and must lose, so the comparison is the one that is false for NaN.
+    magnitude, unit = _unit_global(magnitude, global_scale)
+    error_six, error_four = (_block_error(magnitude, E4M3.decode(code) * unit) for code in (to_six, to_four))
+    # Under a scale of 0 the error can be NaN (0 / 0), and must lose: the comparison is the one that NaN makes false.
     return torch.where(error_four >= error_six, to_six, to_four)
 
 
@@ -82,20 +93,19 @@ def _search_e4m3(magnitude: Tensor, amax: Tensor, global_scale: Tensor) -> Tenso
 
     16 codes hold the best of all 126. Let r = amax / (scale * global_scale).
     - r <= 3: every value that is used, scale * {0, .5, 1, 1.5, 2, 3}, is also one of scale / 2, which is at least as
-      good for each element, in fp32 too, and comes first. Below code 16 scale / 2 may be no code, so none is dropped.
+      good for each element and comes first. Below code 16 scale / 2 may be no code, so none of those is dropped.
     - r >= 8: going to 2 * scale wins at least 4 scale^2 on the largest element and loses at most .25 scale^2 on each
       of the 15 others (those at .5 and 1.5). 4 > 3.75, so 2 * scale is better.
     What is left lies between 3/4 and 2 times amax / 6: at most 5 codes below and 8 above the code of absmax. Near the
-    largest code 2 * scale may be none; there the window is the last 16 codes, down to 176 = .4 * 448. With amax at
-    least 5.7 * 448, a scale under .6 * 448 loses more than 4 * 448^2 on it and wins less than 3.75 * 448^2 elsewhere.
+    largest code 2 * scale may be none; there the window is the last 16 codes, down to 120.
     """
     absmax = _absmax(magnitude, amax, global_scale)
+    magnitude, unit = _unit_global(magnitude, global_scale)
     first = (absmax.int() - 5).clamp_(1, E4M3.largest - 15)
     best, least = absmax, torch.full_like(amax, torch.inf)
     for i in range(16):
         code = (first + i).to(torch.uint8)
-        scale = E4M3.decode(code)
-        error = _block_error(magnitude, scale * global_scale, scale)
+        error = _block_error(magnitude, E4M3.decode(code) * unit)
         better = error < least
         best, least = torch.where(better, code, best), torch.where(better, error, least)
     return best.masked_fill_(amax == 0, 0)
@@ -117,15 +127,14 @@ def _search_e8m0(magnitude: Tensor, amax: Tensor, global_scale: Tensor) -> Tenso
     As for e4m3: r <= 3 is no better than scale / 2. At r >= 9 going to 2 * scale wins at least 8 scale^2 on the largest
     element and loses at most 31 * .25 on the others. The floor rule has 4 <= r < 8, so r is in 3..9 on three codes.
     """
-    floor = _floor(magnitude, amax, global_scale)
-    first = (floor.int() - 1).clamp_(min=0)
-    best, least = floor, torch.full_like(amax, torch.inf)
+    first = (_floor(magnitude, amax, global_scale).int() - 1).clamp_(min=0)
+    magnitude = magnitude * _inverse_power(first).unsqueeze(-1)
+    best, least = first, torch.full_like(amax, torch.inf)
     for i in range(3):
-        code = (first + i).to(torch.uint8)
-        error = _block_error(magnitude, E8M0.decode(code), 2.0**i)
+        error = _block_error(magnitude, torch.full_like(amax, 2.0**i))
         better = error < least
-        best, least = torch.where(better, code, best), torch.where(better, error, least)
-    return best
+        best, least = torch.where(better, first + i, best), torch.where(better, error, least)
+    return best.to(torch.uint8)
 
 
 RULES: dict[Format, dict[str, ScaleRule]] = {
