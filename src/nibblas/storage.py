@@ -1,0 +1,411 @@
+"""Tensors and ScaledTensors in safetensors files, with nothing lost.
+
+A ScaledTensor called `name` is stored as `name` (U8, packed codes), `name.scale` (U8) and, if it has one,
+`name.global_scale` (F32). What the bytes mean is a JSON string under the key "nibblas" of the file's metadata:
+
+    {"version": 1, "tensors": {name: {"format", "layout", "data_layout", "matrix", "scale_rule", "rotation",
+                                      "global_scale": true or false}}}
+
+The order in the file is by element size (largest first, so that all are aligned), then by name, a tensor's codes before
+its scales: equal tensors give equal files. The safetensors library reads the files; it can't write them, for it puts
+metadata in random order, nor check a file's offsets without mapping it, nor read a part without a copy of the rest.
+"""
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nibblas.formats import as_format
+from nibblas.layouts import as_layout
+from nibblas.tensor import ScaledTensor
+
+VERSION = 1
+METADATA_KEY = "nibblas"
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+
+
+class StorageError(ValueError):
+    """A file that can't be read or written as asked; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class StoredDtype:
+    """A safetensors dtype: bits an element, and the torch dtype that holds it (None: torch has none)."""
+
+    bits: int
+    torch: torch.dtype | None
+
+
+DTYPES = {
+    "BOOL": StoredDtype(8, torch.bool),
+    "F4": StoredDtype(4, torch.float4_e2m1fn_x2),
+    "F6_E2M3": StoredDtype(6, None),
+    "F6_E3M2": StoredDtype(6, None),
+    "U8": StoredDtype(8, torch.uint8),
+    "I8": StoredDtype(8, torch.int8),
+    "F8_E4M3": StoredDtype(8, torch.float8_e4m3fn),
+    "F8_E5M2": StoredDtype(8, torch.float8_e5m2),
+    "F8_E8M0": StoredDtype(8, torch.float8_e8m0fnu),
+    "F8_E4M3FNUZ": StoredDtype(8, torch.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": StoredDtype(8, torch.float8_e5m2fnuz),
+    "I16": StoredDtype(16, torch.int16),
+    "U16": StoredDtype(16, torch.uint16),
+    "F16": StoredDtype(16, torch.float16),
+    "BF16": StoredDtype(16, torch.bfloat16),
+    "I32": StoredDtype(32, torch.int32),
+    "U32": StoredDtype(32, torch.uint32),
+    "F32": StoredDtype(32, torch.float32),
+    "I64": StoredDtype(64, torch.int64),
+    "U64": StoredDtype(64, torch.uint64),
+    "F64": StoredDtype(64, torch.float64),
+    "C64": StoredDtype(64, torch.complex64),
+}
+_NAMES = {stored.torch: name for name, stored in DTYPES.items() if stored.torch is not None}
+
+
+# --- headers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: dtype as safetensors names it, logical shape, and its bytes [start, end) after the header.
+
+    An F4 tensor has its logical shape, two elements a byte: (2, 8) is 8 bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tensor seen as a matrix (everything but the last dimension)."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one such row."""
+        return (self.shape[-1] if self.shape else 1) * DTYPES[self.dtype].bits // 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself, checked against the file's size. Entries are in the file's order."""
+
+    path: Path
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int  # where the first tensor begins, in bytes from the start of the file
+
+    @property
+    def scaled(self) -> dict[str, dict[str, Any]] | None:
+        """nibblas's facts of each ScaledTensor by name; None if the file has no nibblas metadata.
+
+        Raises StorageError if the metadata can't be understood.
+        """
+        if METADATA_KEY not in self.metadata:
+            return None
+        try:
+            facts = json.loads(self.metadata[METADATA_KEY])
+            version, tensors = facts["version"], facts["tensors"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{self.path}: the nibblas metadata is not understood ({error!r})") from error
+        if version != VERSION:
+            raise StorageError(f"{self.path}: nibblas metadata has version {version!r}, this nibblas reads {VERSION}")
+        return tensors
+
+    def read_bytes(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Bytes start..end of one tensor, no others: (end - start,) uint8 on the CPU."""
+        entry = self.entries[name]
+        end = entry.nbytes if end is None else end
+        out = torch.empty(end - start, dtype=torch.uint8)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.data_start + entry.start + start)
+            view = out.numpy().data
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise StorageError(f"{self.path}: the file ended inside {name}; it changed while being read")
+                view = view[count:]
+        return out
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> Tensor:
+        """Rows start..end of a tensor seen as a matrix (rows, shape[-1]), no other bytes, in the stored dtype.
+
+        Without start and end, the whole tensor in its own shape. F4 comes as float4_e2m1fn_x2, two elements each.
+        """
+        entry = self.entries[name]
+        dtype = DTYPES[entry.dtype].torch
+        if dtype is None:
+            raise StorageError(f"{self.path}: {name} has dtype {entry.dtype}, which torch doesn't have")
+        partial = (start, end) != (0, None)
+        end = entry.rows if end is None else end
+        data = self.read_bytes(name, start * entry.row_bytes, end * entry.row_bytes).view(dtype)
+        last = (entry.shape[-1] // 2,) if entry.dtype == "F4" else entry.shape[-1:]
+        return data.reshape(((end - start,) if partial else entry.shape[:-1]) + last)
+
+
+def read_header(path: str | os.PathLike) -> Header:
+    """The header of a safetensors file, without reading any tensor.
+
+    Raises StorageError if the file is none, is truncated, or lists tensors that overlap, leave gaps, lie outside the
+    file or have another size than dtype and shape say.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        raw = file.read(9)
+        length = int.from_bytes(raw[:8], "little")
+        if raw[8:] != b"{":
+            raise StorageError(f"{path}: not a safetensors file (it starts with {raw!r})")
+        if length > MAX_HEADER_BYTES:
+            raise StorageError(
+                f"{path}: not a safetensors file (a header of {length} bytes, {MAX_HEADER_BYTES} at most)"
+            )
+        if 8 + length > size:
+            raise StorageError(f"{path}: truncated in its header, which is {length} bytes of a file of {size}")
+        raw += file.read(length - 1)
+    header = parse_header(raw, path)
+    end = max((entry.end for entry in header.entries.values()), default=0)
+    if size != header.data_start + end:
+        what = "truncated" if size < header.data_start + end else "too long"
+        raise StorageError(f"{path}: {what}: it is {size} bytes, its header tells of {header.data_start + end}")
+    return header
+
+
+def parse_header(raw: bytes, path: Path) -> Header:
+    """The Header of a file's first bytes (8 of length, then JSON); `path` is for messages and later reads."""
+    try:
+        items = json.loads(raw[8:], object_pairs_hook=_no_duplicates)
+        metadata = items.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in [*metadata, *metadata.values()]):
+            raise ValueError("__metadata__ is not a table of strings")
+        entries = sorted(
+            (_entry(name, item) for name, item in items.items()), key=lambda entry: (entry.start, entry.end)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{path}: not a valid safetensors header: {error}") from error
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            what = "overlaps the tensor before it" if entry.start < position else "leaves a gap before it"
+            raise StorageError(f"{path}: {entry.name} at bytes {entry.start}..{entry.end} {what} (need {position})")
+        position = entry.end
+    return Header(path, {entry.name: entry for entry in entries}, metadata, len(raw))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    items = dict(pairs)
+    if len(items) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return items
+
+
+def _entry(name: str, item: dict[str, Any]) -> Entry:
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the unknown dtype {dtype!r}")
+    if not all(type(i) is int and i >= 0 for i in [*shape, *offsets]) or len(offsets) != 2:
+        raise ValueError(f"{name} has shape {shape} and data_offsets {offsets}, need integers that are not negative")
+    entry = Entry(name, dtype, tuple(shape), *offsets)
+    bits = math.prod(shape) * DTYPES[dtype].bits
+    if dtype == "F4" and (not shape or shape[-1] % 2):
+        raise ValueError(f"{name} is F4 of shape {shape}, need an even last dimension (two elements a byte)")
+    if bits % 8 or entry.nbytes != bits // 8:
+        raise ValueError(f"{name} is {dtype} of shape {shape}, which is {bits / 8:g} bytes, and has {entry.nbytes}")
+    return entry
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+Part = tuple[str, str, tuple[int, ...]]  # name in the file, safetensors dtype, logical shape
+
+
+def parts(name: str, tensor: Tensor | ScaledTensor) -> dict[str, Tensor]:
+    """The tensors that are stored for one, by their names in the file; codes come before scales."""
+    if isinstance(tensor, Tensor):
+        return {name: tensor}
+    if not isinstance(tensor, ScaledTensor):
+        raise TypeError(f"save: {name} is a {type(tensor).__name__}, need a Tensor or a ScaledTensor")
+    stored = {name: tensor.data, f"{name}.scale": tensor.scale}
+    if tensor.global_scale is not None:
+        stored[f"{name}.global_scale"] = tensor.global_scale
+    return stored
+
+
+def part(name: str, tensor: Tensor) -> Part:
+    """Name, dtype and shape of a tensor as the header lists them."""
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        raise StorageError(f"save: {name} is {tensor.dtype} ({tensor.layout}), which safetensors can't hold")
+    dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+    return name, dtype, (*shape[:-1], 2 * shape[-1]) if dtype == "F4" else shape
+
+
+def facts(tensor: ScaledTensor) -> dict[str, Any]:
+    """What the metadata tells of a ScaledTensor."""
+    return {
+        "format": tensor.format.name,
+        "layout": tensor.layout.name,
+        "data_layout": tensor.data_layout.name,
+        "matrix": tensor.matrix,
+        "scale_rule": tensor.scale_rule,
+        "rotation": tensor.rotation,
+        "global_scale": tensor.global_scale is not None,
+    }
+
+
+def encode_header(
+    groups: Mapping[str, list[Part]], scaled: Mapping[str, dict[str, Any]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The first bytes of a file that holds the parts of each group; `scaled` has the facts of each ScaledTensor."""
+    order = [(-DTYPES[item[1]].bits, group, i, item) for group, items in groups.items() for i, item in enumerate(items)]
+    header: dict[str, Any] = {}
+    nibblas = json.dumps({"version": VERSION, "tensors": scaled}, sort_keys=True)
+    header["__metadata__"] = dict(sorted({**(metadata or {}), METADATA_KEY: nibblas}.items()))
+    position = 0
+    for bits, *_, (name, dtype, shape) in sorted(order):
+        if name in header:
+            raise StorageError(f"save: two tensors would be stored as {name}")
+        end = position + math.prod(shape) * -bits // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def save(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor | ScaledTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors to a safetensors file, replacing one of that name at once and only when all is written.
+
+    Equal tensors and metadata give equal bytes. `metadata` is for strings of your own, as safetensors has them.
+
+    Raises StorageError for a dtype safetensors can't hold, two tensors of one stored name, metadata that is not strings
+    or uses the key "nibblas", and a global_scale that is not finite.
+
+    >>> import torch, tempfile, os
+    >>> path = os.path.join(tempfile.mkdtemp(), "w.safetensors")
+    >>> save(path, {"w": ScaledTensor.from_parts(torch.zeros(2, 8).byte(), torch.zeros(2, 1).byte(), "nvfp4")})
+    >>> load(path)["w"].shape
+    torch.Size([2, 16])
+    """
+    metadata = dict(metadata or {})
+    if METADATA_KEY in metadata or not all(isinstance(text, str) for text in [*metadata, *metadata.values()]):
+        raise StorageError(f"save: metadata needs strings under keys other than {METADATA_KEY!r}, got {metadata}")
+    stored = {name: parts(name, tensor) for name, tensor in tensors.items()}
+    scaled = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ScaledTensor)}
+    for name, tensor in scaled.items():
+        _check_global_scale("save", name, tensor)
+    groups = {group: [part(name, tensor) for name, tensor in items.items()] for group, items in stored.items()}
+    raw = encode_header(groups, {name: facts(tensor) for name, tensor in scaled.items()}, metadata)
+    every = {name: tensor for items in stored.values() for name, tensor in items.items()}
+    with atomic_file(path) as file:
+        file.write(raw)
+        for name in parse_header(raw, Path(path)).entries:
+            file.write(as_bytes(every[name]).numpy().data)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, row after row, on the CPU: (nbytes,) uint8."""
+    if tensor.itemsize == 1:
+        # float4 and float8 have no copy of their own.
+        tensor = tensor.view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file to write that takes its name when the block ends, synced to disk, and vanishes if the block raises."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            sync(file)
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync(file: BinaryIO) -> None:
+    """Have all that was written on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Give a file its name, replacing another at once, on disk too."""
+    os.replace(temporary, path)
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Tensor | ScaledTensor]:
+    """The tensors of a file that `save` or `nibblas quantize` wrote, by name. `save` of them gives the same file.
+
+    Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part.
+    """
+    header = read_header(path)
+    scaled = header.scaled
+    if scaled is None:
+        raise StorageError(
+            f"{path}: no nibblas metadata, so nibblas didn't write it. Plain tensors: safetensors.torch.load_file. "
+            "What FP4 tensors it holds: nibblas inspect"
+        )
+    stored = load_file(path, device=str(device))
+    tensors: dict[str, Tensor | ScaledTensor] = {}
+    for name, fact in scaled.items():
+        try:
+            wanted = [name, f"{name}.scale"] + [f"{name}.global_scale"] * fact["global_scale"]
+            missing = [part for part in wanted if part not in stored]
+            if missing:
+                raise StorageError(f"{path}: {name} lacks {', '.join(missing)}")
+            data, scale, *rest = (stored.pop(part) for part in wanted)
+            tensor = ScaledTensor(
+                data,
+                scale,
+                as_format(fact["format"]),
+                rest[0] if rest else None,
+                as_layout(fact["layout"]),
+                as_layout(fact["data_layout"]),
+                fact["scale_rule"],
+                fact["rotation"],
+                tuple(fact["matrix"]) if fact["matrix"] else None,
+            )
+        except StorageError:
+            raise
+        except (ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"{path}: {name} can't be read: {error}") from error
+        _check_global_scale(str(path), name, tensor)
+        tensors[name] = tensor
+    return {**stored, **tensors}
+
+
+def _check_global_scale(where: str, name: str, tensor: ScaledTensor) -> None:
+    if tensor.global_scale is not None and not tensor.global_scale.isfinite().all():
+        raise StorageError(f"{where}: {name} has a global_scale that is not finite: {tensor.global_scale.tolist()}")
