@@ -318,7 +318,7 @@ def dequantize(w: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     multipliers = w.format.scale_code.decode(scale).mul_(
         1.0 if w.global_scale is None else _expand(w.global_scale, scale)
     )
-    multipliers, packed_blocks = multipliers.view(-1, 1), w.linear_data.reshape(-1, block_size // 2)
+    multipliers, packed_blocks = multipliers.reshape(-1, 1), w.linear_data.reshape(-1, block_size // 2)
     out = torch.empty(w.shape, dtype=dtype, device=w.device)
     blocks = out.view(-1, block_size)
     step = CHUNK // block_size
