@@ -26,7 +26,8 @@ Operand = Tensor | ScaledTensor
 OPERAND = "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_global_scale, str {0}_spec"
 
 
-def _flat(t: Operand) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+def as_arguments(t: Operand) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """What operators of torch.ops.nibblas take for an operand: data, scale, global_scale, spec. Its rotation is lost."""
     if isinstance(t, Tensor):
         return t, None, None, ""
     matrix = "" if t.matrix is None else f"{t.matrix[0]},{t.matrix[1]}"
@@ -443,7 +444,7 @@ def linear(
     dtype = _out_dtype("linear", x, out, out_dtype)
     shape = (*x.shape[:-1], w.shape[0])
     a, b = _enter("linear", x, w)
-    arguments = (*_flat(_as_matrix(a)), *_flat(b), bias, kernel, batch_invariant)
+    arguments = (*as_arguments(_as_matrix(a)), *as_arguments(b), bias, kernel, batch_invariant)
     if out is None:
         return torch.ops.nibblas.linear(*arguments, dtype).reshape(shape)
     _check_out("linear", out, shape, dtype, (x, w, bias))
@@ -500,7 +501,7 @@ def matmul(
     dtype = _out_dtype("matmul", a, out, out_dtype)
     batch = b.shape[:-2]
     x, w = _enter("matmul", a, b)
-    flat = (*_flat(_as_batch(x, batch)), *_flat(_as_batch(w, batch)), None, kernel, batch_invariant)
+    flat = (*as_arguments(_as_batch(x, batch)), *as_arguments(_as_batch(w, batch)), None, kernel, batch_invariant)
     shape = (*batch, a.shape[-2], b.shape[-2])
     if out is not None:
         _check_out("matmul", out, shape, dtype, (a, b))
@@ -561,7 +562,7 @@ def grouped_linear(
         )
     dtype = _out_dtype(op, x, out, out_dtype)
     a, b = _enter(op, x, w)
-    arguments = (*_flat(a), *_flat(b), offsets, bias, kernel)
+    arguments = (*as_arguments(a), *as_arguments(b), offsets, bias, kernel)
     if out is None:
         return torch.ops.nibblas.grouped_linear(*arguments, dtype)
     _check_out(op, out, (x.shape[0], w.shape[-2]), dtype, (x, w, bias))
@@ -614,7 +615,15 @@ def gated_linear(
     dtype = _out_dtype(op, x, out, out_dtype)
     shape = (*x.shape[:-1], w_up.shape[0])
     a, up = _enter(op, x, w_up)
-    flat = (*_flat(_as_matrix(a)), *_flat(_unrotated(w_gate)), *_flat(up), bias_gate, bias_up, activation, kernel)
+    flat = (
+        *as_arguments(_as_matrix(a)),
+        *as_arguments(_unrotated(w_gate)),
+        *as_arguments(up),
+        bias_gate,
+        bias_up,
+        activation,
+        kernel,
+    )
     if out is None:
         return torch.ops.nibblas.gated_linear(*flat, dtype).reshape(shape)
     _check_out(op, out, shape, dtype, (x, w_gate, w_up, bias_gate, bias_up))
