@@ -1,0 +1,534 @@
+"""Quantize a checkpoint that need not fit in memory, and go on where a killed run stopped.
+
+All sizes are known beforehand, so an output file's header is written first and its tensors follow in the header's
+order, some rows at a time, into `<name>.partial`, which takes its name when it is whole. A file's header holds a digest
+of the source and of the options: where it is equal, what a killed run wrote is kept up to its last whole tensor. (After
+a power failure rather than a killed process, delete the .partial: its last bytes may not have reached the disk.)
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from nibblas.formats import Format, as_format
+from nibblas.quantize import amax, dequantize, global_scale_from_amax, quantize
+from nibblas.storage import (
+    METADATA_KEY,
+    Entry,
+    Header,
+    StorageError,
+    as_bytes,
+    atomic_file,
+    encode_header,
+    facts,
+    parse_header,
+    part,
+    parts,
+    read_header,
+    rename,
+    sync,
+)
+from nibblas.tensor import ScaledTensor
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
+DEFAULT_INCLUDE = ("*.weight",)
+# Embeddings and heads, routers and gates of experts, norms: small, or their errors reach everything behind them.
+DEFAULT_EXCLUDE = (
+    "*embed*",
+    "*wte*",
+    "*wpe*",
+    "*lm_head*",
+    "output.weight",
+    "*router*",
+    "*.gate.weight",
+    "*.gate.wg.weight",
+    "*shared_expert_gate*",
+    "*norm*",
+    "*Norm*",
+)
+SOURCE_KEY = "nibblas_source"  # in the metadata of a file: the digest of its source and of the options
+SOURCE_DTYPES = ("F32", "BF16", "F16")
+CHUNK_BYTES = 8 << 20  # of the source at a time: the fp32 copies that measure the error are a few times larger
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
+
+Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, tensor
+Report = Callable[[int, str], None]  # source bytes done since the last call, tensor
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor that was quantized; relative_mse = sum((x - x')^2) / sum(x^2), None where an earlier run wrote it."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes_before: int
+    bytes_after: int
+    relative_mse: float | None
+
+
+@dataclass(frozen=True)
+class SkippedTensor:
+    """A tensor that was copied byte for byte, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `quantize_checkpoint` did. Bytes count all tensors of the checkpoint, those that were copied too."""
+
+    format: str
+    scale_rule: str
+    rotation: int
+    quantized: tuple[QuantizedTensor, ...]
+    skipped: tuple[SkippedTensor, ...]
+    bytes_before: int
+    bytes_after: int
+    reused: tuple[str, ...]  # files that an earlier run had finished
+    left_out: tuple[str, ...]  # files of the source folder that were not copied
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the output, apart from the source."""
+
+    format: Format
+    scale_rule: str
+    rotation: int
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Why a tensor of the source is not quantized; None if it is."""
+        if not any(fnmatchcase(entry.name, pattern) for pattern in self.include):
+            return f"its name matches none of {', '.join(self.include)}"
+        for pattern in self.exclude:
+            if fnmatchcase(entry.name, pattern):
+                return f"excluded by {pattern}"
+        if entry.dtype not in SOURCE_DTYPES:
+            return f"dtype {entry.dtype}, need {', '.join(SOURCE_DTYPES)}"
+        experts = "expert" in entry.name or self.include != DEFAULT_INCLUDE
+        if len(entry.shape) != 2 and not (len(entry.shape) == 3 and experts):
+            return f"{len(entry.shape)} dimensions, need 2 (3 for experts)"
+        unit = max(self.format.block_size, self.rotation)
+        if entry.shape[-1] % unit:
+            return f"K = {entry.shape[-1]} is not a multiple of {unit}"
+        return None
+
+    def planned(self, entry: Entry) -> ScaledTensor:
+        """The ScaledTensor that an entry becomes, without its bytes."""
+        *rest, K = entry.shape
+        return ScaledTensor(
+            torch.empty(*rest, K // 2, dtype=torch.uint8, device="meta"),
+            torch.empty(*rest, K // self.format.block_size, dtype=torch.uint8, device="meta"),
+            self.format,
+            torch.empty((), device="meta") if self.format.has_global_scale else None,
+            scale_rule=self.scale_rule,
+            rotation=self.rotation,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format": self.format.name,
+            "block_size": self.format.block_size,
+            "scale_rule": self.scale_rule,
+            "rotation": self.rotation,
+            "include": self.include,
+            "exclude": self.exclude,
+        }
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Entries of an output file that are written, or not, as one."""
+
+    name: str  # of the source tensor
+    end: int  # bytes of the file's tensors up to here
+    work: int  # source bytes that are read for it
+    write: Callable[[BinaryIO, Report], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """One file of the source and the file it becomes."""
+
+    source: Header
+    target: Path
+    options: Options
+    measured: dict[str, float]  # relative MSE by name, filled while writing
+
+    @property
+    def partial(self) -> Path:
+        return self.target.with_name(f"{self.target.name}.partial")
+
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        reasons = {name: self.options.why_not(entry) for name, entry in self.source.entries.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    @cached_property
+    def planned(self) -> dict[str, ScaledTensor]:
+        entries = self.source.entries.values()
+        return {entry.name: self.options.planned(entry) for entry in entries if entry.name not in self.skipped}
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The first bytes of the output file."""
+        groups = {
+            name: [part(*item) for item in parts(name, self.planned[name]).items()]
+            if name in self.planned
+            else [(name, entry.dtype, entry.shape)]
+            for name, entry in self.source.entries.items()
+        }
+        scaled = {name: facts(tensor) for name, tensor in self.planned.items()}
+        return encode_header(groups, scaled, {**self.source.metadata, SOURCE_KEY: _digest(self.source, self.options)})
+
+    @cached_property
+    def header(self) -> Header:
+        """The output file's header; it reads from the .partial."""
+        return parse_header(self.raw, self.partial)
+
+    @cached_property
+    def bytes_after(self) -> int:
+        return max((entry.end for entry in self.header.entries.values()), default=0)
+
+    @cached_property
+    def units(self) -> list[_Unit]:
+        """In the file's order. A tensor's scales follow its codes and are made with them."""
+        of = {f"{name}.global_scale": (name, self._write_global_scale) for name in self.planned}
+        of |= {name: (name, self._write_quantized) for name in self.planned}
+        of |= {name: (name, self._write_copy) for name in self.skipped}
+        units = []
+        for entry in self.header.entries.values():
+            if entry.name in of:
+                name, write = of[entry.name]
+                end = self.header.entries[f"{name}.scale"].end if entry.name in self.planned else entry.end
+                units.append(_Unit(name, end, self.source.entries[name].nbytes, partial(write, name)))
+        return units
+
+    def is_finished(self) -> bool:
+        """Whether the target is the whole file already."""
+        return (
+            self.target.is_file()
+            and self.target.stat().st_size == len(self.raw) + self.bytes_after
+            and _starts_with(self.target, self.raw)
+        )
+
+    def conflict(self) -> Path | None:
+        """A file in the way that another source or other options made."""
+        if self.target.exists() and not self.is_finished():
+            return self.target
+        if self.partial.exists():
+            length = min(self.partial.stat().st_size, len(self.raw))
+            if not _starts_with(self.partial, self.raw[:length]):
+                return self.partial
+        return None
+
+    def write(self, progress: Report) -> None:
+        """Make the target, from where the .partial ends."""
+        with open(self.partial, "r+b" if self.partial.exists() else "w+b") as file:
+            _lock(file, self.partial)
+            position = 0
+            if file.read(len(self.raw)) == self.raw:
+                size = file.seek(0, os.SEEK_END) - len(self.raw)
+                position = max((unit.end for unit in self.units if unit.end <= size), default=0)
+            else:
+                file.seek(0)
+                file.write(self.raw)
+            file.seek(len(self.raw) + position)
+            file.truncate()
+            for unit in self.units:
+                if unit.end > position:
+                    unit.write(file, progress)
+                else:
+                    progress(unit.work, unit.name)
+            sync(file)
+        rename(self.partial, self.target)
+
+    def _chunks(self, name: str) -> Iterator[tuple[int, int]]:
+        """Row ranges of CHUNK_BYTES of a source tensor."""
+        entry = self.source.entries[name]
+        step = max(CHUNK_BYTES // max(entry.row_bytes, 1), 1)
+        for start in range(0, entry.rows, step):
+            yield start, min(start + step, entry.rows)
+
+    def _write_global_scale(self, name: str, file: BinaryIO, progress: Report) -> None:
+        largest = torch.zeros(())
+        for rows in self._chunks(name):
+            x = self.source.read(name, *rows)
+            largest = torch.maximum(largest, amax(x, self.options.rotation))
+            progress(x.nbytes, name)
+        file.write(as_bytes(global_scale_from_amax(largest, self.options.scale_rule)).numpy().data)
+
+    def _write_quantized(self, name: str, file: BinaryIO, progress: Report) -> None:
+        options, global_scale = self.options, None
+        if options.format.has_global_scale:
+            file.flush()
+            global_scale = self.header.read(f"{name}.global_scale")
+        error = norm = 0.0
+        with tempfile.SpooledTemporaryFile(CHUNK_BYTES, dir=str(self.target.parent)) as scales:
+            for rows in self._chunks(name):
+                x = self.source.read(name, *rows)
+                q = quantize(
+                    x,
+                    options.format,
+                    scale_rule=options.scale_rule,
+                    global_scale=global_scale,
+                    rotation=options.rotation,
+                )
+                file.write(as_bytes(q.data).numpy().data)
+                scales.write(as_bytes(q.scale).numpy().data)
+                error += dequantize(q).sub_(x).square_().sum(dtype=torch.float64).item()
+                norm += x.float().square_().sum(dtype=torch.float64).item()
+                progress(x.nbytes, name)
+            scales.seek(0)
+            shutil.copyfileobj(scales, file)
+        self.measured[name] = error / norm if norm else error
+
+    def _write_copy(self, name: str, file: BinaryIO, progress: Report) -> None:
+        nbytes = self.source.entries[name].nbytes
+        for start in range(0, nbytes, CHUNK_BYTES):
+            data = self.source.read_bytes(name, start, min(start + CHUNK_BYTES, nbytes))
+            file.write(data.numpy().data)
+            progress(len(data), name)
+
+
+def quantize_checkpoint(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    format: Format | str,
+    *,
+    scale_rule: str | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    rotation: int = 0,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Summary:
+    """Quantize the weights of a safetensors checkpoint, in memory that does not grow with it.
+
+    Each tensor becomes what `quantize` of the whole tensor gives, byte for byte, in files that `nibblas.storage.load`
+    reads; all others are copied byte for byte. A run that was killed goes on where it stopped when called again.
+
+    Parameters
+    ----------
+    src : a safetensors file, or a folder with model.safetensors or with shards and their *.safetensors.index.json.
+    dst : the file, or the folder, to make. Of a folder, config.json gains `quantization_config`, the index is written
+        anew, and all else that is not weights is copied.
+    format, scale_rule, rotation : as for `quantize`.
+    include : patterns (fnmatch) of names. None is "*.weight", for 2-D tensors, and for 3-D ones named "*expert*".
+    exclude : patterns of names that are left as they are even if included; None is DEFAULT_EXCLUDE.
+    overwrite : replace what another source or other options left at dst; without it that is an error.
+    progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
+
+    The blocks lie along the last dimension, which must be the one that the product sums over: (..., N, K). Some models
+    store (K, N) (GPT-2) or (experts, K, N) (gpt-oss and Llama 4, unquantized); a file can't tell, so exclude those.
+
+    Raises
+    ------
+    StorageError for a source that is damaged, incomplete or quantized already, for one without a tensor to quantize,
+    and for a dst that lies inside src or holds other files. ValueError for an unknown format, rule or rotation. On any
+    error, and when killed, an unfinished file has the name *.partial and none other.
+    """
+    src, dst = Path(src), Path(dst)
+    format = as_format(format)
+    # Checks the options, and names the default rule.
+    rule = quantize(torch.zeros(1, 128), format, scale_rule=scale_rule, rotation=rotation).scale_rule or ""
+    options = Options(
+        format,
+        rule,
+        rotation,
+        DEFAULT_INCLUDE if include is None else tuple(include),
+        DEFAULT_EXCLUDE if exclude is None else tuple(exclude),
+    )
+    if src.resolve() in (dst.resolve(), *dst.resolve().parents):
+        raise StorageError(f"quantize: the output {dst} is the source {src} or lies inside it; name another place")
+    index = _index(src) if src.is_dir() else None
+    shards = [_Shard(read_header(path), target, options, {}) for path, target in _files(src, dst, index)]
+    _check_source(src, shards, index)
+    _check_target(dst, shards, index, overwrite)
+
+    (dst if src.is_dir() else dst.parent).mkdir(parents=True, exist_ok=True)
+    reused = [shard for shard in shards if shard.is_finished()]
+    total = sum(unit.work for shard in shards for unit in shard.units)
+    done = sum(unit.work for shard in reused for unit in shard.units)
+
+    def report(count: int, name: str) -> None:
+        nonlocal done
+        done += count
+        if progress:
+            progress(done, total, name)
+
+    for shard in shards:
+        if shard not in reused:
+            shard.write(report)
+    left_out = _write_folder(src, dst, shards, index) if src.is_dir() else []
+    return Summary(
+        format.name,
+        rule,
+        rotation,
+        tuple(_summarised(shard, name) for shard in shards for name in shard.planned),
+        tuple(SkippedTensor(*item) for shard in shards for item in shard.skipped.items()),
+        sum(entry.nbytes for shard in shards for entry in shard.source.entries.values()),
+        sum(shard.bytes_after for shard in shards),
+        tuple(shard.target.name for shard in reused),
+        tuple(left_out),
+    )
+
+
+def _summarised(shard: _Shard, name: str) -> QuantizedTensor:
+    entry, after = shard.source.entries[name], shard.header.entries
+    bytes_after = sum(after[stored].nbytes for stored in parts(name, shard.planned[name]))
+    return QuantizedTensor(name, entry.shape, entry.nbytes, bytes_after, shard.measured.get(name))
+
+
+# --- the source ----------------------------------------------------------------------------------------------------
+
+
+def _index(folder: Path) -> Path | None:
+    """The folder's index of shards, if it has one."""
+    found = sorted(folder.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise StorageError(f"{folder}: more than one index: {', '.join(path.name for path in found)}")
+    return found[0] if found else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the index has it."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        if not all(Path(name).name == name for name in weight_map.values()):
+            raise ValueError("a shard is not a plain file name")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError(f"{index}: not an index of shards ({error!r})") from error
+    return weight_map
+
+
+def _files(src: Path, dst: Path, index: Path | None) -> list[tuple[Path, Path]]:
+    """The weight files of the source and their targets."""
+    if not src.is_dir():
+        if dst.is_dir():
+            raise StorageError(f"quantize: the source {src} is a file, so the output is one; {dst} is a folder")
+        return [(src, dst)]
+    if dst.exists() and not dst.is_dir():
+        raise StorageError(f"quantize: the source {src} is a folder, so the output is one; {dst} is a file")
+    if index:
+        names = sorted(set(_weight_map(index).values()))
+    else:
+        names = sorted(path.name for path in src.glob("*.safetensors"))
+        if len(names) != 1:
+            found = ", ".join(names) or "none"
+            raise StorageError(f"{src}: need an index of shards or one safetensors file, found {found}")
+    missing = [name for name in names if not (src / name).is_file()]
+    if missing:
+        raise StorageError(f"{src}: shards that the index names are missing: {', '.join(missing)}")
+    return [(src / name, dst / name) for name in names]
+
+
+def _check_source(src: Path, shards: list[_Shard], index: Path | None) -> None:
+    """Raise unless the source is whole, not quantized yet, and has something to quantize."""
+    stored = {shard.source.path.name: shard.source.entries for shard in shards}
+    lost = [name for name, file in (_weight_map(index) if index else {}).items() if name not in stored[file]]
+    if lost:
+        raise StorageError(f"{index}: tensors that are not in their shards: {', '.join(lost)}")
+    config = src / "config.json"
+    if config.is_file() and (method := json.loads(config.read_text()).get("quantization_config")):
+        raise StorageError(f"{src}: quantized already, by {method.get('quant_method')!r}; need plain weights")
+    for shard in shards:
+        if METADATA_KEY in shard.source.metadata:
+            raise StorageError(f"{shard.source.path}: quantized already, by nibblas; need plain weights")
+    if not any(shard.planned for shard in shards):
+        reasons = [f"{name}: {reason}" for shard in shards for name, reason in shard.skipped.items()]
+        raise StorageError(f"{src}: nothing to quantize. " + "; ".join(reasons[:8] + ["..."] * (len(reasons) > 8)))
+
+
+def _check_target(dst: Path, shards: list[_Shard], index: Path | None, overwrite: bool) -> None:
+    """Raise if other files are in the way, or with `overwrite` remove those that no new file will replace."""
+    ours = {path for shard in shards for path in (shard.target, shard.partial)}
+    ours |= {dst / index.name} if index else set()
+    stale = sorted(set(dst.glob("*.safetensors*")) - ours) if dst.is_dir() else []
+    conflicts = stale + [path for shard in shards if (path := shard.conflict())]
+    if conflicts and not overwrite:
+        raise StorageError(
+            f"quantize: {', '.join(map(str, conflicts))} was made from another source or with other options; "
+            "choose another output, or overwrite"
+        )
+    for path in stale:
+        path.unlink()
+
+
+def _digest(source: Header, options: Options) -> str:
+    """A name for the output: a hash of the options, the source's header and samples all over its tensors."""
+    digest = hashlib.sha256(json.dumps(options.as_dict()).encode())
+    size = source.path.stat().st_size
+    with open(source.path, "rb") as file:
+        digest.update(file.read(source.data_start))
+        for i in range(64):
+            file.seek(source.data_start + (size - source.data_start) * i // 64)
+            digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+# --- the target ----------------------------------------------------------------------------------------------------
+
+
+def _starts_with(path: Path, raw: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(raw)) == raw
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Raise if another process writes the file; the lock goes when the file is closed."""
+    if fcntl:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(f"quantize: another process is writing {path}") from None
+
+
+def _write_folder(src: Path, dst: Path, shards: list[_Shard], index: Path | None) -> list[str]:
+    """Copy what is not weights, then write index and config; the names of files that were not copied."""
+    left_out = []
+    used = {shard.source.path.name for shard in shards} | {"config.json"} | ({index.name} if index else set())
+    for path in sorted(src.rglob("*")):
+        name = path.relative_to(src)
+        if not path.is_file() or str(name) in used:
+            continue
+        hidden = any(piece.startswith(".") for piece in name.parts)
+        if hidden or path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+            left_out.append(str(name))
+            continue
+        (dst / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "rb") as source, atomic_file(dst / name) as target:
+            shutil.copyfileobj(source, target)
+    if index:
+        content = json.loads(index.read_text())
+        weight_map = {name: shard.target.name for shard in shards for name in shard.header.entries}
+        content["metadata"] = {**content.get("metadata", {}), "total_size": sum(shard.bytes_after for shard in shards)}
+        _write_json(dst / index.name, {**content, "weight_map": dict(sorted(weight_map.items()))})
+    config = src / "config.json"
+    if config.is_file():
+        quantization_config = {"quant_method": "nibblas", **shards[0].options.as_dict()}
+        content = {**json.loads(config.read_text()), "quantization_config": quantization_config}
+        _write_json(dst / "config.json", content)
+    return left_out
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")

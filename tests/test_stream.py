@@ -1,0 +1,469 @@
+"""Quantizing a checkpoint in pieces: the same bytes as in one piece, however often it was killed."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nibblas import storage
+from nibblas.checkpoint import stream
+from nibblas.checkpoint.stream import DEFAULT_EXCLUDE, quantize_checkpoint
+from nibblas.formats import FORMATS
+from nibblas.quantize import quantize
+from nibblas.storage import StorageError
+from nibblas.tensor import ScaledTensor
+
+ROWS = [(format.name, rule) for format in FORMATS.values() for rule in format.scale_rules]
+
+
+def weights(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, dtype=torch.bfloat16):
+        return (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+
+    bad = draw(4, 128)
+    bad[1, 3], bad[2, 40] = torch.nan, -torch.inf
+    return {
+        "model.embed_tokens.weight": draw(32, 128),
+        "model.layers.0.self_attn.q_proj.weight": draw(96, 128),
+        "model.layers.0.self_attn.q_proj.bias": draw(96),
+        "model.layers.0.mlp.gate.weight": draw(4, 128),
+        "model.layers.0.mlp.experts.up.weight": draw(3, 40, 128, dtype=torch.float16),
+        "model.layers.0.conv.weight": draw(3, 40, 128),
+        "model.layers.0.input_layernorm.weight": draw(128),
+        "model.layers.1.wide.weight": draw(5, 1024, dtype=torch.float32),
+        "model.layers.1.odd.weight": draw(8, 72),
+        "model.layers.1.bad.weight": bad,
+        "model.layers.1.zero.weight": torch.zeros(4, 128),
+        "model.layers.1.empty.weight": torch.zeros(0, 128),
+        "model.layers.1.int.weight": torch.arange(256).reshape(2, 128),
+        "model.layers.1.scalar.weight": torch.tensor(2.0),
+        "lm_head.weight": draw(32, 128),
+    }
+
+
+QUANTIZED = {
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.mlp.experts.up.weight",
+    "model.layers.1.wide.weight",
+    "model.layers.1.bad.weight",
+    "model.layers.1.zero.weight",
+    "model.layers.1.empty.weight",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two shards, an index, and what lies beside them."""
+    src = tmp_path / "src"
+    (src / "extra").mkdir(parents=True)
+    tensors = weights()
+    weight_map = {name: f"model-{1 + (i >= 5)}-of-2.safetensors" for i, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        shard = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        save_file(shard, src / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 1, "total_parameters": 7}, "weight_map": weight_map}
+    (src / "model.safetensors.index.json").write_text(json.dumps(index))
+    (src / "config.json").write_text(json.dumps({"model_type": "tiny", "tie_word_embeddings": False}))
+    (src / "tokenizer.json").write_text('{"ü": 1}')
+    (src / "extra" / "template.jinja").write_text("{{ x }}")
+    (src / "pytorch_model.bin").write_bytes(b"old")
+    (src / "consolidated.safetensors").write_bytes(b"other")
+    (src / ".cache").write_text("")
+    return src
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def load_folder(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= storage.load(path)
+    return found
+
+
+def assert_equal_bytes(a, b):
+    assert storage.parts("x", a).keys() == storage.parts("x", b).keys()
+    for x, y in zip(storage.parts("x", a).values(), storage.parts("x", b).values(), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert torch.equal(storage.as_bytes(x), storage.as_bytes(y))
+
+
+@pytest.mark.parametrize("rotation", [0, 128])
+@pytest.mark.parametrize(("format", "rule"), ROWS)
+def test_equals_quantize_of_the_whole(folder, tmp_path, monkeypatch, format, rule, rotation):
+    # Rows of 256 and 512 bytes: three or six a chunk, 4 KiB rows one by one.
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 1700)
+    quantize_checkpoint(folder, tmp_path / "out", format, scale_rule=rule, rotation=rotation)
+    got = load_folder(tmp_path / "out")
+    source = weights()
+    assert got.keys() == source.keys()
+    assert {name for name, tensor in got.items() if isinstance(tensor, ScaledTensor)} == QUANTIZED
+    for name, tensor in source.items():
+        want = quantize(tensor, format, scale_rule=rule, rotation=rotation) if name in QUANTIZED else tensor
+        assert_equal_bytes(got[name], want)
+        if name in QUANTIZED:
+            assert storage.facts(got[name]) == storage.facts(want)
+
+
+def test_the_folder_and_the_summary(folder, tmp_path):
+    calls = []
+    summary = quantize_checkpoint(folder, tmp_path / "out", "nvfp4", progress=lambda *call: calls.append(call))
+    out = contents(tmp_path / "out")
+    assert set(out) == {
+        "config.json",
+        "tokenizer.json",
+        "extra/template.jinja",
+        "model.safetensors.index.json",
+        "model-1-of-2.safetensors",
+        "model-2-of-2.safetensors",
+    }
+    assert out["tokenizer.json"] == contents(folder)["tokenizer.json"]
+    assert summary.left_out == (".cache", "consolidated.safetensors", "pytorch_model.bin")
+    config = json.loads(out["config.json"])
+    assert config["model_type"] == "tiny"
+    assert config["quantization_config"]["quant_method"] == "nibblas"
+    assert config["quantization_config"]["format"] == "nvfp4"
+    assert config["quantization_config"]["scale_rule"] == "absmax"
+
+    index = json.loads(out["model.safetensors.index.json"])
+    stored = {}
+    for file in ("model-1-of-2.safetensors", "model-2-of-2.safetensors"):
+        stored |= {name: (file, entry) for name, entry in storage.read_header(tmp_path / "out" / file).entries.items()}
+    assert index["weight_map"] == {name: file for name, (file, _) in stored.items()}
+    after = sum(entry.nbytes for _, entry in stored.values())
+    assert index["metadata"] == {"total_size": after, "total_parameters": 7}
+
+    assert (summary.bytes_before, summary.bytes_after) == (sum(t.nbytes for t in weights().values()), after)
+    assert {tensor.name for tensor in summary.quantized} == QUANTIZED
+    by_name = {tensor.name: tensor for tensor in summary.quantized}
+    q = by_name["model.layers.0.self_attn.q_proj.weight"]
+    assert (q.shape, q.bytes_before, q.bytes_after) == ((96, 128), 96 * 128 * 2, 96 * 64 + 96 * 8 + 4)
+    x = weights()[q.name].double()
+    whole = load_folder(tmp_path / "out")[q.name]
+    error = (stream.dequantize(whole).double() - x).square().sum() / x.square().sum()
+    assert q.relative_mse == pytest.approx(error.item(), rel=1e-6)
+    assert 0.007 < q.relative_mse < 0.011
+    assert by_name["model.layers.1.zero.weight"].relative_mse == 0
+    reasons = {skip.name: skip.reason for skip in summary.skipped}
+    assert reasons == {
+        "model.embed_tokens.weight": "excluded by *embed*",
+        "model.layers.0.self_attn.q_proj.bias": "its name matches none of *.weight",
+        "model.layers.0.mlp.gate.weight": "excluded by *.gate.weight",
+        "model.layers.0.conv.weight": "3 dimensions, need 2 (3 for experts)",
+        "model.layers.0.input_layernorm.weight": "excluded by *norm*",
+        "model.layers.1.odd.weight": "K = 72 is not a multiple of 16",
+        "model.layers.1.int.weight": "dtype I64, need F32, BF16, F16",
+        "model.layers.1.scalar.weight": "0 dimensions, need 2 (3 for experts)",
+        "lm_head.weight": "excluded by *lm_head*",
+    }
+    assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+    assert calls[-1][0] == calls[-1][1]
+    assert {name for *_, name in calls} >= QUANTIZED - {"model.layers.1.empty.weight"}
+
+
+def test_one_file_and_patterns(tmp_path):
+    save_file(weights(), tmp_path / "a.safetensors")
+    summary = quantize_checkpoint(
+        tmp_path / "a.safetensors",
+        tmp_path / "new" / "b.safetensors",
+        "mxfp4",
+        include=["*q_proj*", "*conv*", "lm_head.weight"],
+        exclude=[],
+    )
+    quantized = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.conv.weight", "lm_head.weight"}
+    assert {tensor.name for tensor in summary.quantized} == quantized
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.safetensors"]
+    got = storage.load(tmp_path / "new" / "b.safetensors")
+    assert_equal_bytes(got["model.layers.0.conv.weight"], quantize(weights()["model.layers.0.conv.weight"], "mxfp4"))
+
+
+def test_saving_what_was_loaded_gives_the_same_file(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    path = tmp_path / "out" / "model-1-of-2.safetensors"
+    metadata = {key: text for key, text in storage.read_header(path).metadata.items() if key != "nibblas"}
+    assert metadata["format"] == "pt"
+    storage.save(tmp_path / "again", storage.load(path), metadata)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("head", ["absent", "equal", "different"])
+def test_tied_weights_stay_as_they_are(tmp_path, head):
+    src = tmp_path / "src"
+    src.mkdir()
+    tensors = weights()
+    tensors.pop("lm_head.weight")
+    if head != "absent":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() * (1 if head == "equal" else 2)
+    save_file(tensors, src / "model.safetensors")
+    (src / "config.json").write_text('{"tie_word_embeddings": true}')
+    quantize_checkpoint(src, tmp_path / "out", "nvfp4")
+    got = storage.load(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == tensors.keys()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        if name in tensors:
+            assert_equal_bytes(got[name], tensors[name])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_goes_on_after_being_stopped_anywhere(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 1700)
+    quantize_checkpoint(folder, tmp_path / "want", "nvfp4")
+    want = contents(tmp_path / "want")
+    steps = []
+    quantize_checkpoint(folder, tmp_path / "count", "nvfp4", progress=lambda *call: steps.append(call))
+    assert len(steps) > 100
+    for stop in range(0, len(steps), 7):
+        out = tmp_path / f"stop{stop}"
+        left = stop
+
+        def kill(*call):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+
+        with pytest.raises(Killed):
+            quantize_checkpoint(folder, out, "nvfp4", progress=kill)
+        names = {path.name for path in out.iterdir()}
+        assert sum(name.endswith(".partial") for name in names) == 1
+        assert names <= {
+            "model-1-of-2.safetensors",
+            "model-1-of-2.safetensors.partial",
+            "model-2-of-2.safetensors.partial",
+        }
+        summary = quantize_checkpoint(folder, out, "nvfp4")
+        assert contents(out) == want
+        assert summary.reused == tuple(sorted(name for name in names if name.endswith(".safetensors")))
+        shutil.rmtree(out)
+
+
+def test_does_not_repeat_finished_work(folder, tmp_path, monkeypatch):
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    want = contents(tmp_path / "out")
+    target = tmp_path / "out" / "model-2-of-2.safetensors"
+    header = storage.read_header(target)
+    middle = header.entries["model.layers.1.zero.weight"]
+    # All but a byte of this tensor was written; all tensors before it were.
+    (tmp_path / "out" / "model-2-of-2.safetensors.partial").write_bytes(
+        target.read_bytes()[: header.data_start + middle.end - 1]
+    )
+    target.unlink()
+    done = []
+    counted = stream.quantize
+    monkeypatch.setattr(stream, "quantize", lambda x, *a, **k: done.append(tuple(x.shape)) or counted(x, *a, **k))
+    summary = quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    assert contents(tmp_path / "out") == want
+    assert done == [(1, 128), (4, 128)]  # the check of the options, and the one tensor
+    mse = {tensor.name: tensor.relative_mse for tensor in summary.quantized}
+    assert mse["model.layers.1.zero.weight"] == 0
+    assert mse["model.layers.1.wide.weight"] is None
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, None])
+def test_a_partial_that_stops_in_its_header(folder, tmp_path, keep):
+    quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
+    want = contents(tmp_path / "out")
+    target = tmp_path / "out" / "model-1-of-2.safetensors"
+    raw = target.read_bytes()[: storage.read_header(target).data_start]
+    (tmp_path / "out" / "model-1-of-2.safetensors.partial").write_bytes(raw[:keep])
+    target.unlink()
+    quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
+    assert contents(tmp_path / "out") == want
+
+
+def test_other_options_or_sources_are_refused_unless_overwritten(folder, tmp_path):
+    out = tmp_path / "out"
+    quantize_checkpoint(folder, out, "nvfp4")
+    first = contents(out)
+    with pytest.raises(StorageError, match=r"model-1-of-2\.safetensors, .*another source or with other options"):
+        quantize_checkpoint(folder, out, "mxfp4")
+    with pytest.raises(StorageError, match="other options"):
+        quantize_checkpoint(folder, out, "nvfp4", exclude=DEFAULT_EXCLUDE[1:])
+    # Same header, same size, other weights.
+    other = shutil.copytree(folder, tmp_path / "other")
+    for path in other.glob("model*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(StorageError, match="other options"):
+        quantize_checkpoint(other, out, "nvfp4")
+    assert contents(out) == first
+    shutil.copy(out / "model-1-of-2.safetensors", out / "model.safetensors")
+    with pytest.raises(StorageError, match=r"out/model\.safetensors was made from another source"):
+        quantize_checkpoint(folder, out, "nvfp4")
+    quantize_checkpoint(folder, out, "mxfp4", overwrite=True)
+    assert not (out / "model.safetensors").exists()
+    assert {type(tensor) for tensor in load_folder(out).values()} == {torch.Tensor, ScaledTensor}
+    quantize_checkpoint(folder, tmp_path / "mx", "mxfp4")
+    assert contents(out) == contents(tmp_path / "mx")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_partial_of_other_options(folder, tmp_path, overwrite):
+    def stop(*call):
+        raise Killed
+
+    with pytest.raises(Killed):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", progress=stop)
+    if not overwrite:
+        with pytest.raises(StorageError, match=r"model-1-of-2\.safetensors\.partial was made"):
+            quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
+    else:
+        quantize_checkpoint(folder, tmp_path / "out", "mxfp4", overwrite=True)
+        quantize_checkpoint(folder, tmp_path / "want", "mxfp4")
+        assert contents(tmp_path / "out") == contents(tmp_path / "want")
+
+
+def test_refusals(folder, tmp_path):
+    with pytest.raises(StorageError, match="lies inside it"):
+        quantize_checkpoint(folder, folder / "deep" / "out", "nvfp4")
+    with pytest.raises(StorageError, match="is the source"):
+        quantize_checkpoint(folder, tmp_path / "x" / ".." / "src", "nvfp4")
+    with pytest.raises(ValueError, match="format 'int4' is unknown"):
+        quantize_checkpoint(folder, tmp_path / "out", "int4")
+    with pytest.raises(ValueError, match="scale_rule 'even' is unknown"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", scale_rule="even")
+    with pytest.raises(ValueError, match="rotation 24"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", rotation=24)
+    with pytest.raises(StorageError, match=r"nothing to quantize.*q_proj\.weight: its name matches none of \*\.wait"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=["*.wait"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"the output is one; .*file is a file"):
+        quantize_checkpoint(folder, tmp_path / "file", "nvfp4")
+    with pytest.raises(StorageError, match="is a file, so the output is one"):
+        quantize_checkpoint(folder / "model-1-of-2.safetensors", tmp_path, "nvfp4")
+    with pytest.raises(StorageError, match="need an index of shards or one safetensors file, found none"):
+        quantize_checkpoint(folder / "extra", tmp_path / "out", "nvfp4")
+    with pytest.raises(FileNotFoundError):
+        quantize_checkpoint(tmp_path / "none", tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model-2-of-2.safetensors").unlink(), r"shards .* missing: model-2-of-2\.safetensors"),
+        (lambda f: os.truncate(f / "model-2-of-2.safetensors", 9000), "truncated"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), "found consolidated.*, model-1.*, model-2"),
+        (lambda f: (f / "b.safetensors.index.json").write_text("{}"), "more than one index"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not an index of shards"),
+        (lambda f: edit_index(f, lambda c: c["weight_map"].update(x="../x.safetensors")), "not a plain file name"),
+        (lambda f: edit_index(f, lambda c: c["weight_map"].update(x="model-1-of-2.safetensors")), "in their shards: x"),
+        (
+            lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}'),
+            "quantized already, by 'fp8'",
+        ),
+    ],
+)
+def test_damaged_sources(folder, tmp_path, damage, message):
+    damage(folder)
+    with pytest.raises(StorageError, match=message):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_nibblas_file_is_not_quantized_again(tmp_path):
+    save_file(weights(), tmp_path / "a")
+    quantize_checkpoint(tmp_path / "a", tmp_path / "b", "nvfp4")
+    with pytest.raises(StorageError, match="quantized already, by nibblas"):
+        quantize_checkpoint(tmp_path / "b", tmp_path / "c", "nvfp4")
+
+
+def test_two_processes_do_not_write_one_file(folder, tmp_path):
+    def again(*call):
+        with pytest.raises(StorageError, match=r"another process is writing .*\.partial"):
+            quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
+
+    quantize_checkpoint(folder, tmp_path / "out", "nvfp4", progress=again)
+    assert len(load_folder(tmp_path / "out")) == len(weights())
+
+
+def run(code, *args, **kwargs):
+    # One thread and no reuse of freed pieces: the peak is then the same from run to run.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, **kwargs)
+
+
+QUANTIZE = """
+    import sys
+    from nibblas.checkpoint.stream import quantize_checkpoint
+    quantize_checkpoint(sys.argv[1], sys.argv[2], "nvfp4")
+"""
+
+
+def test_a_full_disk_leaves_only_a_partial(folder, tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))
+
+    out = tmp_path / "out"
+    result = run(QUANTIZE, folder, out, preexec_fn=limit)
+    assert result.returncode != 0
+    assert "File too large" in result.stderr
+    assert [path.name for path in out.iterdir()] == ["model-1-of-2.safetensors.partial"]
+    quantize_checkpoint(folder, out, "nvfp4")
+    quantize_checkpoint(folder, tmp_path / "want", "nvfp4")
+    assert contents(out) == contents(tmp_path / "want")
+
+
+def test_a_killed_process(folder, tmp_path):
+    code = """
+        import os, signal, sys
+        from nibblas.checkpoint.stream import quantize_checkpoint
+        def progress(done, total, name):
+            if "wide" in name:
+                os.kill(os.getpid(), signal.SIGKILL)
+        quantize_checkpoint(sys.argv[1], sys.argv[2], "mxfp4", progress=progress)
+    """
+    out = tmp_path / "out"
+    assert run(code, folder, out).returncode == -9
+    assert {path.name for path in out.iterdir()} == {"model-1-of-2.safetensors", "model-2-of-2.safetensors.partial"}
+    assert quantize_checkpoint(folder, out, "mxfp4").reused == ("model-1-of-2.safetensors",)
+    quantize_checkpoint(folder, tmp_path / "want", "mxfp4")
+    assert contents(out) == contents(tmp_path / "want")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("batch", [(), (8,)], ids=["2-D", "experts"])
+def test_memory_does_not_grow_with_the_tensor(tmp_path, batch):
+    code = """
+        import re, sys
+        from nibblas.checkpoint import stream
+        stream.CHUNK_BYTES = 1 << 20
+        stream.quantize_checkpoint(sys.argv[1], sys.argv[2], "nvfp4")
+        print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+    """
+    peaks = []
+    for mebibytes in (8, 32):
+        path = tmp_path / f"{mebibytes}.safetensors"
+        shape = (*batch, (mebibytes << 20) // 2048 // (8 if batch else 1), 1024)
+        header = {"expert.weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, mebibytes << 20]}}
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + (mebibytes << 20))
+        result = run(code, path, tmp_path / "out.safetensors")
+        assert result.returncode == 0, result.stderr
+        peaks.append(int(result.stdout) << 10)
+        (tmp_path / "out.safetensors").unlink()
+    assert peaks[1] - peaks[0] < 4 << 20, peaks
