@@ -1,0 +1,29 @@
+# Two commands set all up on a fresh machine with Python 3.11 or newer: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)  ## the main job: report on a real model in NVFP4 and MXFP4
+	$(BIN)/nibblas report
+
+test: $(INSTALLED)  ## all tests that this machine can run
+	$(BIN)/pytest -n 2 --dist loadfile
+
+lint: $(INSTALLED)  ## style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## time every kernel here against torch, and keep the evidence
+	$(BIN)/nibblas bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report,dev]'
+	touch $@

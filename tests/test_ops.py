@@ -1,0 +1,416 @@
+"""The public operations: what they accept, refuse and promise. That kernels are right is test_kernels.py's matter."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from checks import assert_close, random_codes
+
+import nibblas as nb
+from nibblas import reference
+from nibblas.formats import FORMATS
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def weights(format, *shape, seed=1):
+    return random_codes(shape, format, torch.Generator().manual_seed(seed), scale_bytes=MODERATE[format])
+
+
+MODERATE = {"nvfp4": (40, 56), "mxfp4": (121, 125)}
+
+
+def exactly(got, exact, K, a=None, b=None):
+    size = None if a is None else reference.magnitude(a, b)
+    assert_close(got, exact, got.dtype, K=K, what="op", magnitude=size)
+
+
+# --- the face of the library ---
+
+
+def test_the_example_of_the_readme():
+    weight, x, bias = torch.randn(64, 128), torch.randn(5, 128).bfloat16(), torch.randn(64)
+    w = nb.quantize(weight, nb.NVFP4, scale_rule="search")
+    assert (w.data.shape, w.data.dtype) == ((64, 64), torch.uint8)
+    assert (w.scale.shape, w.scale.dtype) == ((64, 8), torch.uint8)
+    assert (w.global_scale.shape, w.global_scale.dtype) == ((), torch.float32)
+    assert (w.format, w.layout, w.shape) == (nb.NVFP4, nb.LINEAR, (64, 128))
+    assert nb.dequantize(w, dtype=torch.float32).shape == (64, 128)
+    assert nb.linear(x, w, bias).dtype == torch.bfloat16
+    text = str(nb.explain("linear", x, w))
+    assert "linear M=5 N=64 K=128 bf16 x nvfp4" in text
+    assert ">" in text
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0, 3)], ids=str)
+def test_linear_takes_any_leading_dimensions(format, leading):
+    w = weights(format, 24, 64)
+    x = torch.randn(*leading, 64)
+    y = nb.linear(x, w)
+    assert y.shape == (*leading, 24)
+    if y.numel():
+        exactly(y, reference.linear(x, w), 64)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_of_fp4_activations_with_batches(format):
+    w, x = weights(format, 24, 64), weights(format, 2, 3, 64)
+    if x.global_scale is not None:
+        x = nb.ScaledTensor(x.data, x.scale, x.format, torch.tensor(0.5))
+    y = nb.linear(x, w)
+    assert (y.shape, y.dtype) == ((2, 3, 24), torch.bfloat16)
+    exactly(y, reference.linear(x, w), 64)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ones_gemv_of_every_K(format):
+    # B28: codes 2 are 1.0, so y = K.
+    fmt = FORMATS[format]
+    for K in range(fmt.block_size, 12 * fmt.block_size, fmt.block_size):
+        scale = torch.full((5, K // fmt.block_size), fmt.scale_code.one, dtype=torch.uint8)
+        w = nb.ScaledTensor(torch.full((5, K // 2), 0x22, dtype=torch.uint8), scale, fmt)
+        assert nb.linear(torch.ones(2, K), w).eq(K).all()
+
+
+def test_zero_sizes():
+    # B29: M = 0, N = 0 and K = 0 are answers, not errors; K = 0 leaves the bias.
+    w = weights("nvfp4", 24, 64)
+    assert nb.linear(torch.ones(0, 64), w).shape == (0, 24)
+    assert nb.linear(torch.ones(2, 64), w.slice(0, 0, 0)).shape == (2, 0)
+    nothing = w.slice(1, 0, 0)
+    bias = torch.arange(24.0)
+    assert nb.linear(torch.ones(2, 0), nothing).eq(0).all()
+    assert torch.equal(nb.linear(torch.ones(2, 0), nothing, bias), bias.expand(2, 24))
+    assert nb.quantize(torch.empty(0, 64), nb.NVFP4).data.shape == (0, 32)
+    assert nb.quantize(torch.empty(3, 0), nb.MXFP4).scale.shape == (3, 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_matmul_forms(format):
+    a = torch.randn(2, 3, 64)
+    b, one = weights(format, 2, 24, 64), weights(format, 24, 64)
+    exactly(nb.matmul(a, b), reference.matmul(a, b), 64, a, b)
+    exactly(nb.bmm(a, b), reference.matmul(a, b), 64, a, b)
+    exactly(nb.matmul(a[0], b), reference.matmul(a[0], b), 64, a[0], b)
+    exactly(nb.matmul(a, one), reference.matmul(a, one), 64, a, one)
+    exactly(nb.matmul(one, a[0]), reference.matmul(one, a[0]), 64, one, a[0])
+    exactly(nb.matmul(b, a), reference.matmul(b, a), 64, b, a)
+    exactly(nb.matmul(b, b, out_dtype=torch.float32), reference.matmul(b, b), 64, b, b)
+    out = torch.full((2, 24, 3), torch.nan)
+    assert nb.matmul(b, a, out=out) is out
+    exactly(out, reference.matmul(b, a), 64, b, a)
+
+
+def test_grouped_rows_outside_every_group_are_zero():
+    w = weights("nvfp4", 2, 24, 64)
+    y = nb.grouped_linear(torch.ones(6, 64), w, torch.tensor([1, 3, 4]))
+    assert y[0].eq(0).all()
+    assert y[4:].eq(0).all()
+    assert y[1:4].ne(0).any()
+
+
+def test_grouped_values():
+    # B30: empty groups shift nothing. Codes 2, scale 1, global 2^g, K = 32, x = ones.
+    data, scale = torch.full((5, 8, 16), 0x22, dtype=torch.uint8), torch.full((5, 8, 2), 0x38, dtype=torch.uint8)
+    w = nb.ScaledTensor(data, scale, nb.NVFP4, 2.0 ** torch.arange(5))
+    y = nb.grouped_linear(torch.ones(8, 32), w, torch.tensor([0, 0, 3, 3, 8, 8]))
+    assert y[:3].eq(64).all()
+    assert y[3:].eq(256).all()
+    assert nb.grouped_linear(torch.ones(0, 32), w, torch.zeros(6, dtype=torch.int32)).shape == (0, 8)
+
+
+def test_grouped_matmul_is_a_list_of_products():
+    shapes = [(3, 24, 64), (0, 8, 32), (1, 40, 96)]
+    a = [torch.randn(M, K) for M, _, K in shapes]
+    b = [weights("mxfp4", N, K) for _, N, K in shapes]
+    for got, x, w in zip(nb.grouped_matmul(a, b), a, b, strict=True):
+        assert torch.equal(got, nb.matmul(x, w))
+    with pytest.raises(ValueError, match="lists of 3, 2"):
+        nb.grouped_matmul(a, b[:2])
+
+
+def test_moe_weighs_biases():
+    # B36: 0.25 * 4 + 0.75 * 8 = 7, not 12.
+    gate, down = weights("mxfp4", 2, 32, 32), weights("mxfp4", 2, 32, 32)
+    bias_down = torch.tensor([4.0, 8.0])[:, None].expand(2, 32)
+    ids, share = torch.tensor([[0, 1]]), torch.tensor([[0.25, 0.75]])
+    y = nb.moe(torch.zeros(1, 32), ids, share, gate, gate, down, bias_down=bias_down)
+    assert y.eq(7).all()
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_moe_equals_the_reference(format, activation):
+    E, I, H, T = 4, 64, 96, 9
+    gate, up, down = (weights(format, E, *s, seed=i) for i, s in enumerate([(I, H), (I, H), (H, I)]))
+    x, ids, share = torch.randn(T, H) * 0.1, torch.randint(-1, E, (T, 2)), torch.rand(T, 2)
+    y = nb.moe(x, ids, share, gate, up, down, activation=activation)
+    exact = reference.moe(x, ids, share, gate, up, down, activation=activation)
+    assert (y - exact).norm() < 1e-5 * exact.norm()
+    assert exact.norm() > 0
+    out = torch.full((T, H), torch.nan)
+    assert nb.moe(x, ids, share, gate, up, down, activation=activation, out=out) is out
+    assert torch.equal(out, y)
+
+
+# --- promises ---
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_out_dtypes_round_once(format):
+    w, x = weights(format, 24, 64), torch.randn(3, 64).bfloat16()
+    full = nb.linear(x, w, out_dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(nb.linear(x, w, out_dtype=dtype), full.to(dtype))
+
+
+def test_doubling_the_global_scale_doubles_exactly():
+    # B50
+    w, x = weights("nvfp4", 24, 64), torch.randn(3, 64)
+    double = nb.ScaledTensor(w.data, w.scale, w.format, w.global_scale * 2)
+    assert torch.equal(nb.linear(x, double), 2 * nb.linear(x, w))
+    absent, one = (nb.ScaledTensor(w.data, w.scale, w.format, g) for g in (None, torch.tensor(1.0)))
+    assert torch.equal(nb.linear(x, absent), nb.linear(x, one))
+
+
+def test_layouts_do_not_change_a_bit():
+    w, x = weights("nvfp4", 130, 80), torch.randn(3, 80)
+    y = nb.linear(x, w)
+    for layouts in [("BLOCKED_128x4", "LINEAR"), ("CDNA_32x8", "SHUFFLED_16x16")]:
+        other = nb.linear(x, w.with_layout(*layouts), kernel="torch_linear")
+        assert torch.equal(other, nb.linear(x, w, kernel="torch_linear"))
+    exactly(y, reference.linear(x, w), 80)
+
+
+@pytest.mark.parametrize("rotation", [16, 32, 64, 128])
+def test_rotation_cancels_in_a_product(rotation):
+    weight, x = torch.randn(24, 256), torch.randn(3, 256)
+    w = nb.quantize(weight, nb.NVFP4, rotation=rotation)
+    exactly(nb.linear(x, w), reference.linear(x, w), 256)
+    both = nb.linear(nb.quantize(x, nb.NVFP4, rotation=rotation), w, out_dtype=torch.float32)
+    assert (both - x @ weight.T).norm() < 0.2 * (x @ weight.T).norm()
+    with pytest.raises(ValueError, match="x was rotated by 0, the weights by"):
+        nb.linear(nb.quantize(x, nb.NVFP4), w)
+
+
+def test_views_are_read_where_they_lie():
+    w, wide = weights("nvfp4", 24, 64), torch.randn(9, 200)
+    assert torch.equal(nb.linear(wide[::2, 5:69], w), nb.linear(wide[::2, 5:69].clone(), w))
+    assert torch.equal(nb.linear(wide.T[5:69].T, w), nb.linear(wide[:, 5:69].clone(), w))
+    cut = w.slice(0, 3, 19)
+    assert torch.equal(nb.linear(wide[:, :64], cut), nb.linear(wide[:, :64], w)[:, 3:19])
+
+
+def test_out_of_any_strides():
+    w, x = weights("nvfp4", 24, 64), torch.randn(2, 3, 64)
+    y = nb.linear(x, w)
+    for out in (torch.full((2, 3, 24), torch.nan), torch.full((2, 3, 48), torch.nan)[..., ::2]):
+        assert nb.linear(x, w, out=out) is out
+        assert torch.equal(out, y)
+    transposed = torch.full((24, 6), torch.nan).T
+    nb.linear(x.view(6, 64), w, out=transposed)
+    assert torch.equal(transposed, y.view(6, 24))
+
+
+def test_threads_do_not_disturb_each_other():
+    # B59: first calls of many shapes at once equal the serial ones.
+    shapes = [(M, 8 * n, 32 * k) for M in (1, 3) for n in range(1, 6) for k in range(1, 6)]
+    work = [(torch.randn(M, K), weights("mxfp4", N, K, seed=N + K)) for M, N, K in shapes]
+    barrier = threading.Barrier(8)
+
+    def run(part):
+        barrier.wait()
+        return [nb.linear(x, w) for x, w in work[part::8]]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, range(8)))
+    for part in range(8):
+        for got, (x, w) in zip(found[part], work[part::8], strict=True):
+            assert torch.equal(got, nb.linear(x, w))
+
+
+def test_batch_invariant_rows():
+    w, x = weights("nvfp4", 40, 256), torch.randn(8, 256).bfloat16()
+    try:
+        alone = nb.linear(x[:1], w, batch_invariant=True)
+    except nb.NoKernelError as refusal:
+        pytest.skip(str(refusal))
+    assert torch.equal(alone[0], nb.linear(x, w, batch_invariant=True)[0])
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("rotation", [0, 32])
+def test_linear_gives_the_gradient_of_x_and_bias(format, rotation):
+    w = nb.quantize(torch.randn(24, 64), format, rotation=rotation)
+    x, bias = torch.randn(2, 3, 64, requires_grad=True), torch.randn(24, requires_grad=True)
+    grad = torch.randn(2, 3, 24)
+    nb.linear(x, w, bias).backward(grad)
+    torch.testing.assert_close(x.grad, grad @ nb.dequantize(w), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+
+
+def test_other_operations_refuse_a_gradient():
+    w, x = weights("nvfp4", 2, 24, 64), torch.randn(3, 64, requires_grad=True)
+    y = nb.grouped_linear(x, w, torch.tensor([0, 1, 3]))
+    with pytest.raises(NotImplementedError, match="grouped_linear: has no gradient"):
+        y.sum().backward()
+    with pytest.raises(NotImplementedError, match="gated_linear: has no gradient"):
+        nb.gated_linear(x, w[0], w[1]).sum().backward()
+    with pytest.raises(RuntimeError, match="linear: out= keeps no gradient"):
+        nb.linear(x, w[0], out=torch.empty(3, 24))
+
+
+# --- torch.compile ---
+
+
+def test_opcheck():
+    from nibblas.ops import _flat
+
+    x, w, batch = torch.randn(5, 64), weights("nvfp4", 24, 64), weights("nvfp4", 2, 24, 64)
+    dense = (x, None, None, "")
+    samples = {
+        "linear": (*dense, *_flat(w), torch.randn(24), None, False, torch.bfloat16),
+        "linear_out": (*dense, *_flat(w), None, None, False, torch.empty(5, 24)),
+        "grouped_linear": (*dense, *_flat(batch), torch.tensor([0, 2, 5]), None, None, torch.float32),
+        "grouped_linear_out": (*dense, *_flat(batch), torch.tensor([0, 2, 5]), None, None, torch.empty(5, 24)),
+        "gated_linear": (*dense, *_flat(w), *_flat(w), None, None, "silu", None, torch.float32),
+        "gated_linear_out": (*dense, *_flat(w), *_flat(w), None, None, "silu", None, torch.empty(5, 24)),
+        "quantize": (x, None, "nvfp4", "absmax", None),
+    }
+    for name, arguments in samples.items():
+        torch.library.opcheck(getattr(torch.ops.nibblas, name).default, arguments)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_compile_without_a_break(format):
+    w = weights(format, 24, 64)
+
+    def layers(x):
+        quantized = nb.quantize(x, format)
+        return nb.linear(x, w) + nb.linear(quantized, w, out_dtype=x.dtype) + nb.gated_linear(x, w, w)
+
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True)
+    for M in (1, 5, 128, 129):
+        x = torch.randn(M, 64)
+        torch.testing.assert_close(compiled(x), layers(x))
+
+
+# --- refusals ---
+
+
+def refused(kind, match, run):
+    with pytest.raises(kind, match=match):
+        run()
+
+
+def test_bad_operands_are_refused_by_name():
+    w, x, batch = weights("nvfp4", 24, 64), torch.randn(3, 64), weights("nvfp4", 2, 24, 64)
+    refused(TypeError, "linear: w is a Tensor, need a ScaledTensor", lambda: nb.linear(x, torch.randn(24, 64)))
+    refused(TypeError, "linear: x is a list", lambda: nb.linear([1.0], w))
+    refused(TypeError, r"linear: a tensor has dtype torch.float64", lambda: nb.linear(x.double(), w))
+    refused(TypeError, r"linear: a tensor has dtype torch.int32", lambda: nb.linear(x.int(), w))
+    refused(ValueError, r"linear: K differs: x has shape \(3, 48\)", lambda: nb.linear(x[:, :48], w))
+    refused(ValueError, "linear: x has no dimension", lambda: nb.linear(torch.tensor(1.0), w))
+    refused(
+        ValueError,
+        r"linear: w has shape \(2, 24, 64\), need \(N, K\)",
+        lambda: nb.linear(x, batch),
+    )
+    refused(ValueError, r"linear: bias has shape \(23,\), need \(24,\)", lambda: nb.linear(x, w, torch.ones(23)))
+    refused(TypeError, "linear: bias has dtype torch.int64", lambda: nb.linear(x, w, torch.ones(24).long()))
+    refused(TypeError, "linear: out_dtype is torch.int8", lambda: nb.linear(x, w, out_dtype=torch.int8))
+    refused(ValueError, "linear: operands are on different devices", lambda: nb.linear(x.to("meta"), w))
+    refused(nb.NoKernelError, "no kernel is called 'fast'", lambda: nb.linear(x, w, kernel="fast"))
+    refused(TypeError, "matmul: neither operand is a ScaledTensor", lambda: nb.matmul(x, x))
+    refused(
+        ValueError,
+        "matmul: batch dimensions differ",
+        lambda: nb.matmul(torch.ones(3, 2, 64), batch),
+    )
+    refused(ValueError, "bmm: a has shape", lambda: nb.bmm(x, w))
+
+
+def test_out_must_fit_and_stand_alone():
+    w, x = weights("nvfp4", 64, 64), torch.randn(3, 64)
+    refused(ValueError, r"linear: out is torch.float32 \(3, 65\)", lambda: nb.linear(x, w, out=torch.empty(3, 65)))
+    refused(
+        ValueError, "need torch.bfloat16", lambda: nb.linear(x, w, out=torch.empty(3, 64), out_dtype=torch.bfloat16)
+    )
+    before = x.clone()
+    refused(ValueError, "linear: out shares memory with an operand", lambda: nb.linear(x, w, out=x))
+    assert torch.equal(x, before)
+    whole = torch.randn(4, 64)
+    refused(ValueError, "shares memory", lambda: nb.linear(whole[:3], w, out=whole[1:]))
+
+
+def test_bad_groups_are_refused():
+    w, x = weights("nvfp4", 2, 24, 64), torch.randn(3, 64)
+    refused(
+        ValueError,
+        r"grouped_linear: offsets are torch.int64 \(2,\), need int32 or int64 \(3,\)",
+        lambda: nb.grouped_linear(x, w, torch.tensor([0, 3])),
+    )
+    refused(ValueError, "must ascend within 0..3", lambda: nb.grouped_linear(x, w, torch.tensor([0, 2, 1])))
+    refused(ValueError, "must ascend within 0..3", lambda: nb.grouped_linear(x, w, torch.tensor([0, 2, 4])))
+    refused(ValueError, "offsets are torch.float32", lambda: nb.grouped_linear(x, w, torch.zeros(3)))
+
+
+def test_bad_moe_is_refused():
+    gate, down = weights("mxfp4", 2, 32, 64), weights("mxfp4", 2, 64, 32)
+    x, ids, share = torch.randn(3, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    refused(ValueError, "expert_ids span 2..2, need -1..1", lambda: nb.moe(x, ids + 2, share, gate, gate, down))
+    refused(ValueError, "must both be", lambda: nb.moe(x, ids[:2], share, gate, gate, down))
+    refused(TypeError, "expert_ids are torch.float32", lambda: nb.moe(x, share, share, gate, gate, down))
+    refused(ValueError, "the transpose of w_down", lambda: nb.moe(x, ids, share, down, down, down))
+    refused(
+        ValueError, "activation 'tanh' is unknown", lambda: nb.moe(x, ids, share, gate, gate, down, activation="tanh")
+    )
+    refused(ValueError, "activation 'tanh'", lambda: nb.gated_linear(x, gate[0], gate[0], activation="tanh"))
+
+
+@pytest.mark.parametrize("kernel", [None, "torch_quantize"])
+def test_bad_quantize_is_refused(kernel):
+    refused(
+        ValueError,
+        "K = 24 is not a multiple of nvfp4's block_size 16",
+        lambda: nb.quantize(torch.ones(2, 24), nb.NVFP4, kernel=kernel),
+    )
+    refused(ValueError, "K = 33", lambda: nb.quantize(torch.ones(2, 33), nb.MXFP4, kernel=kernel))
+    refused(TypeError, "torch.float64", lambda: nb.quantize(torch.ones(2, 32).double(), nb.MXFP4, kernel=kernel))
+    refused(
+        ValueError,
+        "scale_rule 'floor' is unknown",
+        lambda: nb.quantize(torch.ones(2, 32), nb.NVFP4, scale_rule="floor"),
+    )
+    refused(ValueError, "format 'nvfp3' is unknown", lambda: nb.quantize(torch.ones(2, 32), "nvfp3"))
+    bad = torch.ones(2, 32)
+    bad[1, 3] = torch.nan
+    refused(ValueError, "1 of 4 blocks hold", lambda: nb.quantize(bad, nb.NVFP4, strict=True, kernel=kernel))
+
+
+def test_explain_names_what_it_takes():
+    refused(ValueError, "explain: op is 'conv'", lambda: nb.explain("conv", torch.ones(1, 32), weights("mxfp4", 8, 32)))
+    explanation = nb.explain("bmm", torch.ones(2, 3, 64), weights("mxfp4", 2, 8, 64))
+    assert explanation.problem.L == 2
+
+
+def test_rows_beyond_two_gigabytes():
+    # B32: the second row lies 2^31 elements after the first; memory that is never touched costs nothing.
+    far, w = 2**31, weights("mxfp4", 8, 64)
+    x = torch.empty(far + 64, dtype=torch.bfloat16).as_strided((2, 64), (far, 1))
+    out = torch.empty(far + 8, dtype=torch.bfloat16).as_strided((2, 8), (far, 1))
+    near = torch.randn(2, 64).bfloat16()
+    x.copy_(near)
+    assert torch.equal(nb.linear(x, w, out=out), nb.linear(near, w))
+    assert torch.equal(nb.quantize(x, nb.NVFP4).data, nb.quantize(near, nb.NVFP4).data)
