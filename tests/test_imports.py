@@ -20,6 +20,7 @@ LEVELS = [
     {"kernels"},
     {"evidence"},
     {"dispatch"},
+    {"operators"},
     {"ops"},
     {"nn", "storage", "parallel"},
     {"checkpoint"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checks import assert_close, poisoned_empty, random_codes, random_dense
 
-from nibblas import ops, reference
+from nibblas import operators, reference
 from nibblas.formats import FORMATS, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
@@ -96,16 +96,16 @@ def test_linear(kernel, format, case, device):
     skipped = []
     for layout, data_layout in kernel.b_layouts or ((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)):
         b = plain.with_layout(layout, data_layout)
-        why_not = kernel.why_not(ops.linear_problem(a, b, bias, dtype))
+        why_not = kernel.why_not(operators.linear_problem(a, b, bias, dtype))
         if why_not is not None:
             skipped.append(why_not)
             continue
         out = poisoned_empty((*shape[:-2], case.M, case.N), dtype, device)
-        ops._launch_linear(a, b, bias, out, kernel.name, False)
+        operators.launch_linear(a, b, bias, out, kernel.name, False)
         size_with_bias = size if bias is None else torch.maximum(size, bias.double().abs())
         assert_close(out, exact, dtype, K=case.K, what=f"{kernel} {format} {case} {layout}", magnitude=size_with_bias)
         again = poisoned_empty(tuple(out.shape), dtype, device)
-        ops._launch_linear(a, b, bias, again, kernel.name, False)
+        operators.launch_linear(a, b, bias, again, kernel.name, False)
         assert torch.equal(out.view(torch.uint8), again.view(torch.uint8)), f"{kernel}: two runs differ"
         ran.add((kernel.name, device))
     if skipped and len(skipped) == len(kernel.b_layouts or (1, 2)):
@@ -129,7 +129,7 @@ def test_grouped_linear(kernel, a, format, sizes, device):
     if why_not := kernel.why_not(problem):
         pytest.skip(f"{kernel} {why_not}")
     out = poisoned_empty((T, N), torch.bfloat16, device)
-    ops._launch_grouped(x, w, offsets, bias, out, kernel.name)
+    operators.launch_grouped(x, w, offsets, bias, out, kernel.name)
     ran.add((kernel.name, device))
     exact = reference.grouped_linear(x, w, offsets, bias)
     rows = torch.repeat_interleave(torch.arange(G, device=device), torch.tensor(sizes, device=device))
@@ -163,7 +163,7 @@ def test_gated_linear(kernel, format, M, activation, device):
     if why_not := kernel.why_not(problem):
         pytest.skip(f"{kernel} {why_not}")
     out = poisoned_empty((M, N), torch.float32, device)
-    ops._launch_gated(x, gate, up, None, None, activation, out, kernel.name)
+    operators.launch_gated(x, gate, up, None, None, activation, out, kernel.name)
     ran.add((kernel.name, device))
     exact = reference.gated_linear(x, gate, up, activation=activation)
     size = (reference.magnitude(x, gate) + 1) * (reference.magnitude(x, up) + 1)

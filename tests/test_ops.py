@@ -10,6 +10,7 @@ from checks import assert_close, random_codes
 import nibblas as nb
 from nibblas import reference
 from nibblas.formats import FORMATS
+from nibblas.operators import as_arguments
 
 
 @pytest.fixture
@@ -29,9 +30,6 @@ def exactly(got, exact, K, a=None, b=None):
     assert_close(got, exact, got.dtype, K=K, what="op", magnitude=size)
 
 
-# --- the face of the library ---
-
-
 def test_the_example_of_the_readme():
     weight, x, bias = torch.randn(64, 128), torch.randn(5, 128).bfloat16(), torch.randn(64)
     w = nb.quantize(weight, nb.NVFP4, scale_rule="search")
@@ -44,9 +42,6 @@ def test_the_example_of_the_readme():
     text = str(nb.explain("linear", x, w))
     assert "linear M=5 N=64 K=128 bf16 x nvfp4" in text
     assert ">" in text
-
-
-# --- shapes ---
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -161,9 +156,6 @@ def test_moe_equals_the_reference(format, activation):
     assert torch.equal(out, y)
 
 
-# --- promises ---
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_out_dtypes_round_once(format):
     w, x = weights(format, 24, 64), torch.randn(3, 64).bfloat16()
@@ -246,9 +238,6 @@ def test_batch_invariant_rows():
     assert torch.equal(alone[0], nb.linear(x, w, batch_invariant=True)[0])
 
 
-# --- gradients ---
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rotation", [0, 32])
 def test_linear_gives_the_gradient_of_x_and_bias(format, rotation):
@@ -271,21 +260,17 @@ def test_other_operations_refuse_a_gradient():
         nb.linear(x, w[0], out=torch.empty(3, 24))
 
 
-# --- torch.compile ---
-
-
 def test_opcheck():
-    from nibblas.ops import _flat
 
     x, w, batch = torch.randn(5, 64), weights("nvfp4", 24, 64), weights("nvfp4", 2, 24, 64)
     dense = (x, None, None, "")
     samples = {
-        "linear": (*dense, *_flat(w), torch.randn(24), None, False, torch.bfloat16),
-        "linear_out": (*dense, *_flat(w), None, None, False, torch.empty(5, 24)),
-        "grouped_linear": (*dense, *_flat(batch), torch.tensor([0, 2, 5]), None, None, torch.float32),
-        "grouped_linear_out": (*dense, *_flat(batch), torch.tensor([0, 2, 5]), None, None, torch.empty(5, 24)),
-        "gated_linear": (*dense, *_flat(w), *_flat(w), None, None, "silu", None, torch.float32),
-        "gated_linear_out": (*dense, *_flat(w), *_flat(w), None, None, "silu", None, torch.empty(5, 24)),
+        "linear": (*dense, *as_arguments(w), torch.randn(24), None, False, torch.bfloat16),
+        "linear_out": (*dense, *as_arguments(w), None, None, False, torch.empty(5, 24)),
+        "grouped_linear": (*dense, *as_arguments(batch), torch.tensor([0, 2, 5]), None, None, torch.float32),
+        "grouped_linear_out": (*dense, *as_arguments(batch), torch.tensor([0, 2, 5]), None, None, torch.empty(5, 24)),
+        "gated_linear": (*dense, *as_arguments(w), *as_arguments(w), None, None, "silu", None, torch.float32),
+        "gated_linear_out": (*dense, *as_arguments(w), *as_arguments(w), None, None, "silu", None, torch.empty(5, 24)),
         "quantize": (x, None, "nvfp4", "absmax", None),
     }
     for name, arguments in samples.items():
@@ -304,9 +289,6 @@ def test_compile_without_a_break(format):
     for M in (1, 5, 128, 129):
         x = torch.randn(M, 64)
         torch.testing.assert_close(compiled(x), layers(x))
-
-
-# --- refusals ---
 
 
 def refused(kind, match, run):

@@ -10,8 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# --- e2m1: sign, 2 exponent bits, 1 mantissa bit -------------------------------------------------------------------
-
+# e2m1: a sign, two exponent bits, one mantissa bit.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
 E2M1_VALUES = E2M1_MAGNITUDES + tuple(-value for value in E2M1_MAGNITUDES)  # index is the code; code 8 is -0.0
@@ -57,9 +56,6 @@ def unpack(data: Tensor) -> Tensor:
     return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
 
 
-# --- scale codes ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScaleCode:
     """An 8-bit code for block scales, stored as raw bytes (uint8)."""
@@ -96,9 +92,6 @@ def e4m3_encode(values: Tensor) -> Tensor:
     """e4m3 codes nearest to the values, ties to even, clamped to +-448 first; NaN gives 0x7F: (...) fp32 -> uint8."""
     clamped = values.clamp(-E4M3.max, E4M3.max)
     return torch.where(values.isnan(), E4M3.nan, clamped.to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-# --- formats -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

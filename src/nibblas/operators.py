@@ -1,0 +1,305 @@
+"""The operators of torch.ops.nibblas: allocate, choose, launch.
+
+Each has a fake implementation, so that torch.compile traces through it without a break. An operand crosses the border
+of an operator as its tensors and a `spec` string, which says what they mean. Operands arrive checked (ops.py) and as
+matrices ([L,] rows, K), none of them rotated.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nibblas.dispatch import choose
+from nibblas.formats import Format, as_format
+from nibblas.layouts import TiledLayout, as_layout
+from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_layouts, operand_name
+from nibblas.quantize import dequantize
+from nibblas.tensor import ScaledTensor
+
+Operand = Tensor | ScaledTensor
+
+OPERAND = "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_global_scale, str {0}_spec"
+
+
+def as_arguments(t: Operand) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """An operand as the operators take it: data, scale, global_scale, spec. Its rotation is lost."""
+    if isinstance(t, Tensor):
+        return t, None, None, ""
+    matrix = "" if t.matrix is None else f"{t.matrix[0]},{t.matrix[1]}"
+    return t.data, t.scale, t.global_scale, f"{t.format.name}|{t.layout.name}|{t.data_layout.name}|{matrix}"
+
+
+@lru_cache(maxsize=1024)
+def _parse(spec: str) -> tuple[Format, TiledLayout, TiledLayout, tuple[int, int] | None]:
+    format, layout, data_layout, matrix = spec.split("|")
+    N_K = tuple(int(n) for n in matrix.split(",")) if matrix else None
+    return as_format(format), as_layout(layout), as_layout(data_layout), N_K  # type: ignore[return-value]
+
+
+def _operand(data: Tensor, scale: Tensor | None, global_scale: Tensor | None, spec: str) -> Operand:
+    if not spec:
+        return data
+    format, layout, data_layout, matrix = _parse(spec)
+    assert scale is not None
+    return ScaledTensor(data, scale, format, global_scale, layout, data_layout, matrix=matrix)
+
+
+def _rows(data: Tensor, spec: str) -> int:
+    matrix = _parse(spec)[3] if spec else None
+    return data.shape[-2] if matrix is None else matrix[0]
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def linear_problem(
+    a: Operand, b: ScaledTensor, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
+) -> Problem:
+    """The Problem that a product of these operands poses: a ([L,] M, K), b ([L,] N, K)."""
+    return Problem(
+        op="linear",
+        M=a.shape[-2],
+        N=b.shape[-2],
+        K=b.shape[-1],
+        L=b.shape[0] if b.ndim == 3 else 1,
+        a=operand_name(a, "linear"),
+        b=b.format.name,
+        out=DTYPE_NAMES[dtype],
+        a_layouts=operand_layouts(a),
+        b_layouts=operand_layouts(b),
+        bias=bias is not None,
+        batch_invariant=batch_invariant,
+        arch=arch_of(b.device),
+    )
+
+
+def launch_linear(
+    a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor, name: str | None, batch_invariant: bool
+) -> None:
+    if not out.numel():
+        return
+    if not a.shape[-1]:
+        out.zero_() if bias is None else out.copy_(bias)
+        return
+    kernel = choose(linear_problem(a, b, bias, out.dtype, batch_invariant), b.device, name)
+    with _on(b.device):
+        if b.ndim == 2 or kernel.batched:
+            kernel.launch(a, b, bias, out)
+        else:
+            for l in range(b.shape[0]):
+                kernel.launch(a[l], b[l], bias, out[l])
+
+
+def _best_linear(a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    launch_linear(a, b, bias, out, None, False)
+
+
+def launch_grouped(
+    x: Operand, w: ScaledTensor, offsets: Tensor, bias: Tensor | None, out: Tensor, name: str | None
+) -> None:
+    if offsets.device.type == "cpu":
+        bounds = offsets.tolist()
+        if bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > x.shape[0]:
+            raise ValueError(
+                f"grouped_linear: offsets {bounds[:8]}{'...' if len(bounds) > 8 else ''} must ascend within "
+                f"0..{x.shape[0]}, the rows of x"
+            )
+    if not out.numel():
+        return
+    problem = Problem(
+        op="grouped_linear",
+        M=x.shape[0],
+        N=w.shape[-2],
+        K=w.shape[-1],
+        G=w.shape[0],
+        a=operand_name(x, "grouped_linear"),
+        b=w.format.name,
+        out=DTYPE_NAMES[out.dtype],
+        a_layouts=operand_layouts(x),
+        b_layouts=operand_layouts(w),
+        bias=bias is not None,
+        arch=arch_of(w.device),
+    )
+    with _on(w.device):
+        choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=_best_linear)
+
+
+def launch_gated(
+    x: Operand,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    out: Tensor,
+    name: str | None,
+) -> None:
+    if not out.numel():
+        return
+    problem = Problem(
+        op="gated_linear",
+        M=x.shape[0],
+        N=w_up.shape[-2],
+        K=w_up.shape[-1],
+        a=operand_name(x, "gated_linear"),
+        b=w_up.format.name,
+        out=DTYPE_NAMES[out.dtype],
+        a_layouts=operand_layouts(x),
+        b_layouts=operand_layouts(w_up),
+        bias=bias_gate is not None,
+        arch=arch_of(w_up.device),
+    )
+    with _on(w_up.device):
+        kernel = choose(problem, w_up.device, name)
+        kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=_best_linear)
+
+
+_LIBRARY = torch.library.Library("nibblas", "DEF")
+
+
+def _define(name: str, arguments: str, returns: str, implementation: Callable, fake: Callable) -> None:
+    _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nibblas::{name}", fake, lib=_LIBRARY)
+
+
+def _define_product(name: str, arguments: str, write: Callable, fake: Callable) -> None:
+    """Two operators: `name(..., out_dtype)` allocates what `fake` says, `name_out(..., out)` writes to out."""
+
+    def allocate_and_write(*given):
+        *operands, _ = given
+        out = fake(*given)
+        write(*operands, out)
+        return out
+
+    _define(name, f"{arguments}, ScalarType out_dtype", "Tensor", allocate_and_write, fake)
+    _define(f"{name}_out", f"{arguments}, Tensor(a!) out", "()", write, lambda *_: None)
+
+
+def _write_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, out):
+    A, B = _operand(a, a_scale, a_global, a_spec), _operand(b, b_scale, b_global, b_spec)
+    launch_linear(A, B, bias, out, kernel, batch_invariant)  # type: ignore[arg-type]
+
+
+def _fake_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, dtype):
+    return a.new_empty((*b.shape[:-2], _rows(a, a_spec), _rows(b, b_spec)), dtype=dtype)
+
+
+_define_product(
+    "linear",
+    f"{OPERAND.format('a')}, {OPERAND.format('b')}, Tensor? bias, str? kernel, bool batch_invariant",
+    _write_linear,
+    _fake_linear,
+)
+
+
+def _write_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, out):
+    X, W = _operand(x, x_scale, x_global, x_spec), _operand(w, w_scale, w_global, w_spec)
+    launch_grouped(X, W, offsets, bias, out, kernel)  # type: ignore[arg-type]
+
+
+def _fake_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, dtype):
+    return x.new_empty((_rows(x, x_spec), _rows(w, w_spec)), dtype=dtype)
+
+
+_define_product(
+    "grouped_linear",
+    f"{OPERAND.format('x')}, {OPERAND.format('w')}, Tensor offsets, Tensor? bias, str? kernel",
+    _write_grouped,
+    _fake_grouped,
+)
+
+
+def _write_gated(
+    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, out
+):
+    X = _operand(x, x_scale, x_global, x_spec)
+    gate, up = _operand(g, g_scale, g_global, g_spec), _operand(u, u_scale, u_global, u_spec)
+    launch_gated(X, gate, up, bg, bu, act, out, kernel)  # type: ignore[arg-type]
+
+
+def _fake_gated(
+    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, dtype
+):
+    return x.new_empty((_rows(x, x_spec), _rows(u, u_spec)), dtype=dtype)
+
+
+_define_product(
+    "gated_linear",
+    f"{OPERAND.format('x')}, {OPERAND.format('w_gate')}, {OPERAND.format('w_up')}, "
+    "Tensor? bias_gate, Tensor? bias_up, str activation, str? kernel",
+    _write_gated,
+    _fake_gated,
+)
+
+
+def _quantize(x, global_scale, format, scale_rule, kernel):
+    target = as_format(format)
+    problem = Problem(
+        op="quantize",
+        M=x.shape[0],
+        N=0,
+        K=x.shape[1],
+        a=operand_name(x, "quantize"),
+        b=format,
+        out=format,
+        rule=scale_rule,
+        arch=arch_of(x.device),
+    )
+    with _on(x.device):
+        w = choose(problem, x.device, kernel).launch(x, target, scale_rule, global_scale)
+    # An operator's results may not be its inputs, and have one type: MXFP4's absent global scale travels as a 1.
+    own = x.new_ones((), dtype=torch.float32) if w.global_scale is None else w.global_scale.clone()
+    return w.data, w.scale, own
+
+
+def _quantize_fake(x, global_scale, format, scale_rule, kernel):
+    rows, K = x.shape
+    blocks = K // as_format(format).block_size
+    bytes_ = x.new_empty((rows, K // 2), dtype=torch.uint8), x.new_empty((rows, blocks), dtype=torch.uint8)
+    return (*bytes_, x.new_empty((), dtype=torch.float32))
+
+
+_define(
+    "quantize",
+    "Tensor x, Tensor? global_scale, str format, str scale_rule, str? kernel",
+    "(Tensor, Tensor, Tensor)",
+    _quantize,
+    _quantize_fake,
+)
+
+
+def _keep_weights(ctx, inputs, output):
+    (a, _, _, a_spec, b, b_scale, b_global, ctx.b_spec, bias, *_) = inputs
+    ctx.a_dtype, ctx.bias_dtype = None if a_spec else a.dtype, None if bias is None else bias.dtype
+    ctx.save_for_backward(b, b_scale, b_global)
+
+
+def _linear_backward(ctx, grad):
+    """d/dx of x @ w.T is grad @ w, with w decoded to fp32; d/dbias sums over rows."""
+    grad_a = grad_bias = None
+    if ctx.a_dtype is not None and ctx.needs_input_grad[0]:
+        b, b_scale, b_global = ctx.saved_tensors
+        weights = _operand(b, b_scale, b_global, ctx.b_spec)
+        grad_a = (grad.float() @ dequantize(weights)).to(ctx.a_dtype)  # type: ignore[arg-type]
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[8]:
+        grad_bias = grad.float().sum(dim=tuple(range(grad.ndim - 1))).to(ctx.bias_dtype)
+    return grad_a, *[None] * 7, grad_bias, *[None] * 3
+
+
+torch.library.register_autograd("nibblas::linear", _linear_backward, setup_context=_keep_weights, lib=_LIBRARY)
+
+
+def _refuse_gradient(op: str):
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{op}: has no gradient (inference only); call it under torch.no_grad()")
+
+    torch.library.register_autograd(f"nibblas::{op}", backward, lib=_LIBRARY)
+
+
+for _op in ("grouped_linear", "gated_linear", "quantize"):
+    _refuse_gradient(_op)
