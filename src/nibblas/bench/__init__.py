@@ -1,0 +1,1 @@
+"""Measuring: timing, rooflines, sweeps, and reports made of them. Nothing in the library imports this."""

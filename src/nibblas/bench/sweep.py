@@ -1,0 +1,433 @@
+"""`nibblas bench`: every kernel that can run, against torch, over a grid of problems; right ones only.
+
+Operands are drawn as codes and scale bytes, so that no quantizer stands between a kernel and its test. Each output is
+compared with the float64 oracle before anything is timed, and a wrong kernel is not timed. All kernels of a problem and
+torch's bf16 and fp32 F.linear run interleaved, on weights that are out of the caches.
+"""
+
+import math
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from statistics import geometric_mean
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import nibblas
+from nibblas import dispatch, reference
+from nibblas.bench import probe
+from nibblas.bench.timing import CPU, MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, quartiles
+from nibblas.bench.timing import torch_threads as with_threads
+from nibblas.evidence import Measurement
+from nibblas.formats import Format, as_format
+from nibblas.kernel import Kernel
+from nibblas.kernels import kernels as all_kernels
+from nibblas.layouts import LINEAR
+from nibblas.problem import DTYPE_NAMES, DTYPES, Problem, arch_of, operand_name
+from nibblas.roofline import Roofline
+from nibblas.tensor import ScaledTensor
+
+TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
+BASELINE = "torch bf16"
+# Scale bytes drawn for weights against dense activations: every finite e4m3 that is not negative; the e8m0 whose
+# products stay normal in fp32. Two FP4 operands share the range between them.
+SCALE_BYTES = {"nvfp4": (0, 0x7E), "mxfp4": (107, 129)}
+SCALE_BYTES_OF_TWO = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
+# Scales of one row lie this close, or its larger blocks would hide an error in the smaller ones.
+SPREAD = {"nvfp4": 16, "mxfp4": 4}
+GRAPH = 512  # launches in a CUDA graph, at most
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One kernel (or torch) on one problem: seconds, one sample a round."""
+
+    name: str
+    problem: Problem | None  # with the layouts that its weights were in; None for torch
+    samples: tuple[float, ...]
+    against: Ratio  # how many times faster than torch bf16
+    error: float | None  # as Measurement.error
+    chosen: bool  # by the dispatcher, before this run, for weights in these layouts
+
+    @property
+    def median(self) -> float:
+        return quartiles(self.samples)[1]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one problem showed. `timed` has the fastest first."""
+
+    problem: Problem
+    device: str
+    threads: int
+    floor: float
+    timed: tuple[Timed, ...]
+    wrong: dict[str, str]  # kernels that were not timed, and how far off they were
+    unable: dict[str, str]  # kernels that can't run, and why
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def regret(self) -> dict[str, float]:
+        """For each layout of the weights: time of the dispatcher's choice over that of the best kernel."""
+        found = {}
+        for choice in self.timed:
+            if choice.chosen and choice.problem:
+                rivals = [t.median for t in self.timed if t.problem == choice.problem]
+                found["/".join(choice.problem.b_layouts)] = choice.median / min(rivals)
+        return found
+
+    def as_dict(self) -> dict:
+        """Plain data for JSON; times in seconds."""
+        return {
+            "problem": self.problem.as_dict(),
+            "device": self.device,
+            "threads": self.threads,
+            "floor": self.floor,
+            "timed": [
+                {
+                    "name": t.name,
+                    "b_layouts": list(t.problem.b_layouts) if t.problem else None,
+                    "quartiles": quartiles(t.samples),
+                    "samples": t.samples,
+                    "share_of_floor": self.floor / t.median,
+                    "faster_than_torch_bf16": asdict(t.against),
+                    "error": t.error,
+                    "chosen": t.chosen,
+                }
+                for t in self.timed
+            ],
+            "wrong": self.wrong,
+            "unable": self.unable,
+            "regret": self.regret,
+        }
+
+
+def sweep(
+    shapes: Sequence[tuple[int, int]],
+    Ms: Sequence[int],
+    formats: Sequence[Format | str],
+    activations: str = "bf16",
+    *,
+    device: torch.device = CPU,
+    threads: int | None = None,
+    names: Sequence[str] | None = None,
+    rounds: int = 30,
+    seconds: float = 1.0,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Result]:
+    """Time linear on every combination of weights (N, K), rows M and format.
+
+    activations : "fp4" (of the weights' format) or a dtype name; the result is bf16 for fp4, else of that dtype.
+    threads : of the CPU, torch's own number by default.
+    names : kernels to time, all by default.
+    rounds, seconds : samples of each function of a problem, and when to stop taking more.
+    progress : called with problems done, all problems, and the one to come.
+
+    Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
+    """
+    wanted = [as_format(format) for format in formats]
+    chosen = _named(names)
+    if activations not in (*DTYPES, "fp4"):
+        raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
+    for format in wanted:
+        for _, K in shapes:
+            format.check_K("bench", K)
+    line = probe.measure(device, threads)
+    total = len(shapes) * len(wanted) * len(Ms)
+    results: list[Result] = []
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on_device, with_threads(line.threads), torch.no_grad():
+        for N, K in shapes:
+            dense = {dtype: _rotation(torch.randn(N, K, dtype=dtype, device=device)) for dtype in TORCH.values()}
+            for format in wanted:
+                operands = _Operands.drawn(max(Ms), N, K, format, activations, device)
+                for M in Ms:
+                    if progress:
+                        progress(len(results), total, f"{format} {M} x {N} x {K}")
+                    results.append(_run(operands, M, dense, chosen, line, device, rounds, seconds))
+    dispatch.forget()
+    return results
+
+
+def _named(names: Sequence[str] | None) -> list[Kernel]:
+    linear = [kernel for kernel in all_kernels() if kernel.op == "linear"]
+    unknown = set(names or ()) - {kernel.name for kernel in linear}
+    if unknown:
+        known = ", ".join(kernel.name for kernel in linear)
+        raise ValueError(f"bench: no linear kernel is called {', '.join(sorted(unknown))}; there are {known}")
+    return [kernel for kernel in linear if names is None or kernel.name in names]
+
+
+def _rotation(operand):
+    device = operand.device
+    return Rotation(operand, cold_bytes(device), GRAPH if device.type == "cuda" else MAX_COPIES)
+
+
+# --- operands ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """a (max M, K), b (N, K) with its copies in each layout, and the oracle's answer."""
+
+    a: Tensor | ScaledTensor
+    b: ScaledTensor
+    out: torch.dtype
+    exact: Tensor  # (max M, N) float64
+    size: Tensor  # (max M, N) float64: what errors are compared with
+    hardened: bool
+    rotations: dict[tuple[str, str], Rotation[ScaledTensor]]
+
+    @classmethod
+    def drawn(cls, M: int, N: int, K: int, format: Format, activations: str, device: torch.device) -> "_Operands":
+        generator = torch.Generator().manual_seed(0)
+        a: Tensor | ScaledTensor
+        if activations == "fp4":
+            scale_bytes = SCALE_BYTES_OF_TWO[format.name]
+            a, out = draw(M, K, format, scale_bytes, generator).to(device), torch.bfloat16
+        else:
+            scale_bytes, out = SCALE_BYTES[format.name], DTYPES[activations]
+            a = torch.randn(M, K, generator=generator).to(out).to(device)
+        b = draw(N, K, format, scale_bytes, generator).to(device)
+        legal = torch.arange(format.scale_code.largest + 1)
+        hardened = len(b.data.unique()) == 256 and bool(torch.isin(legal, b.scale.unique().cpu()).all())
+        return cls(a, b, out, reference.matmul(a, b), reference.magnitude(a, b), hardened, {})
+
+    def problem(self, M: int) -> Problem:
+        """The question, for weights in LINEAR layouts."""
+        N, K = self.b.shape
+        a, out = operand_name(self.a, "bench"), DTYPE_NAMES[self.out]
+        return Problem("linear", M, N, K, a=a, b=self.b.format.name, out=out, arch=arch_of(self.b.device))
+
+    def rows(self, M: int) -> Tensor | ScaledTensor:
+        return self.a[:M] if isinstance(self.a, Tensor) else self.a.slice(-2, 0, M)
+
+    def weights(self, layouts: tuple[str, str]) -> Rotation[ScaledTensor]:
+        if layouts not in self.rotations:
+            self.rotations[layouts] = _rotation(self.b.with_layout(*layouts))
+        return self.rotations[layouts]
+
+
+def draw(rows: int, K: int, format: Format, scale_bytes: tuple[int, int], generator: torch.Generator) -> ScaledTensor:
+    """(rows, K) of all 16 codes alike, and scale bytes from lowest to highest: each row its own short range of them."""
+    (low, high), spread = scale_bytes, SPREAD[format.name]
+    data = torch.randint(256, (rows, K // 2), dtype=torch.uint8, generator=generator)
+    place = torch.randperm(rows, generator=generator) / max(rows - 1, 1)
+    first = low + (place * (high - low - spread + 1)).round().int()
+    steps = torch.randint(spread, (rows, K // format.block_size), generator=generator)
+    scale = (first[:, None] + steps).to(torch.uint8)
+    global_scale = torch.rand((), generator=generator).add_(0.5).div_(448) if format.has_global_scale else None
+    return ScaledTensor(data, scale, format, global_scale)
+
+
+def compare(got: Tensor, exact: Tensor, size: Tensor, K: int) -> tuple[float, str | None]:
+    """The largest deviation from the float64 answer over the element's size, and what is wrong (None if nothing is).
+
+    The size is the larger of |exact| and `size` (reference.magnitude). An element may be off by half a unit in its last
+    place, and by the error of a sum of K terms in fp32: 1e-6, and a truncation of the running sum every 16 products.
+    """
+    deviation = (got.double() - exact).abs()
+    size = torch.maximum(size, exact.abs())
+    half_ulp = torch.finfo(got.dtype).eps / 2 * size + torch.finfo(got.dtype).tiny
+    allowed = half_ulp + (1e-6 + K * 2.0**-23 / 16) * size
+    bad = ~(deviation <= allowed)
+    error = (deviation / size).max().item()
+    if not bad.any():
+        return error, None
+    excess = (deviation / allowed).nan_to_num(math.inf).max().item()
+    return (
+        error,
+        f"{int(bad.sum())} of {bad.numel()} elements are wrong, the worst by {excess:.3g} times what is allowed",
+    )
+
+
+# --- one problem ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A kernel that gave the right answer on weights in one pair of layouts, ready to be timed."""
+
+    kernel: Kernel
+    problem: Problem
+    call: Callable[[], object]
+    weights: Rotation[ScaledTensor]
+    error: float
+
+
+def _prepare(kernel: Kernel, problem: Problem, operands: _Operands, device: torch.device) -> _Run | str:
+    """The kernel checked against the oracle, or what is wrong with its output."""
+    M = problem.M
+    a, weights = operands.rows(M), operands.weights(problem.b_layouts)
+    out = torch.full((M, problem.N), torch.nan, dtype=operands.out, device=device)
+    call = partial(_launch, kernel, a, weights, out)
+    call()
+    error, fault = compare(out, operands.exact[:M], operands.size[:M], problem.K)
+    return fault or _Run(kernel, problem, call, weights, error)
+
+
+def _launch(kernel: Kernel, a: Tensor | ScaledTensor, weights: Rotation[ScaledTensor], out: Tensor) -> None:
+    kernel.launch(a, weights(), None, out)
+
+
+def _torch(x: Tensor, weights: Rotation[Tensor]) -> Tensor:
+    return torch.nn.functional.linear(x, weights())
+
+
+def _run(
+    operands: _Operands,
+    M: int,
+    dense: dict[torch.dtype, Rotation[Tensor]],
+    kernels: Sequence[Kernel],
+    line: Roofline,
+    device: torch.device,
+    rounds: int,
+    seconds: float,
+) -> Result:
+    plain = operands.problem(M)
+    runs: dict[str, _Run] = {}
+    wrong: dict[str, str] = {}
+    unable: dict[str, str] = {}
+    for kernel in kernels:
+        layouts = [(scale.name, data.name) for scale, data in kernel.b_layouts or ((LINEAR, LINEAR),)]
+        for pair in layouts:
+            problem = replace(plain, b_layouts=pair)
+            name = kernel.name if len(layouts) == 1 else f"{kernel.name} {'/'.join(pair)}"
+            if why_not := kernel.why_not(problem):
+                unable[name] = why_not
+                continue
+            run = _prepare(kernel, problem, operands, device)
+            if isinstance(run, str):
+                wrong[name] = run
+            else:
+                runs[name] = run
+
+    choices = {run.problem: dispatch.choose(run.problem, device) for run in runs.values()}
+    functions = {name: run.call for name, run in runs.items()}
+    for name, dtype in TORCH.items():
+        functions[name] = partial(_torch, torch.randn(M, plain.K, dtype=dtype, device=device), dense[dtype])
+    rotations: list[Rotation] = [run.weights for run in runs.values()]
+    rotations += dense.values()
+    launches = max(len(rotation.copies) for rotation in rotations)
+    samples = interleaved(functions, rounds=rounds, device=device, seconds=seconds, launches=launches)
+
+    floor = line.floor(plain)
+    timed = []
+    for name, taken in samples.items():
+        against = paired_ratio(samples[BASELINE], taken)
+        if name in runs:
+            run = runs[name]
+            chosen = choices[run.problem] is run.kernel
+            timed.append(Timed(name, run.problem, taken, against, run.error, chosen))
+        else:
+            timed.append(Timed(name, None, taken, against, None, False))
+    timed.sort(key=lambda t: t.median)
+
+    threads = f" --threads {line.threads}" if line.threads else ""
+    activations = "fp4" if plain.a == plain.b else plain.a
+    cold = "cold weights" if all(rotation.is_cold for rotation in rotations) else "weights partly in the caches"
+    calls = "graphs of launches" if device.type == "cuda" else "single calls"
+    when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(device)
+    measurements = [
+        Measurement(
+            kernel=run.kernel.name,
+            digest=run.kernel.digest,
+            problem=run.problem,
+            device=line.device,
+            threads=line.threads,
+            when=when,
+            command=f"nibblas bench --shapes {plain.N}x{plain.K} --M {M} --formats {plain.b} "
+            f"--activations {activations}{threads}",
+            method=f"{cold}, {calls}, interleaved",
+            samples=samples[name],
+            floor=floor,
+            error=run.error,
+            hardened=operands.hardened,
+            beside={t.name: t.median for t in timed if t.name != name},
+            versions=_versions(),
+            facts=facts,
+        )
+        for name, run in runs.items()
+    ]
+    return Result(plain, line.device, line.threads, floor, tuple(timed), wrong, unable, tuple(measurements))
+
+
+def _versions() -> dict[str, str]:
+    return {"nibblas": nibblas.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+# --- printing ------------------------------------------------------------------------------------------------------
+
+
+def print_results(results: Sequence[Result], console: Console) -> None:
+    """A table for each weight matrix, and how much the dispatcher's choices lose to the best."""
+    groups: dict[tuple, list[Result]] = {}
+    for result in results:
+        p = result.problem
+        groups.setdefault((p.b, p.a, p.N, p.K), []).append(result)
+    for (b, a, N, K), members in groups.items():
+        console.print(f"[bold]{b}[/] weights, N = {N}, K = {K}; {a} activations", highlight=False)
+        console.print(_table(members))
+        for result in members:
+            for name, fault in result.wrong.items():
+                console.print(f"[red]not timed[/] at M = {result.problem.M}: {name}: {fault}", highlight=False)
+        unable = {name: why for result in members for name, why in result.unable.items()}
+        for name, why in unable.items():
+            console.print(f"[dim]{name}: {why}[/]", highlight=False)
+        console.print()
+    if not results:
+        return
+    threads = f", {results[0].threads} thread{'s' * (results[0].threads > 1)}" if results[0].threads else ""
+    console.print(f"{results[0].device}{threads}", highlight=False)
+    regrets = {(r.problem, layouts): lost for r in results for layouts, lost in r.regret.items()}
+    if regrets:
+        (problem, layouts), worst = max(regrets.items(), key=lambda item: item[1])
+        where = f" ({problem}, weights in {layouts})" if worst > 1 else ""
+        console.print(
+            f"> is the dispatcher's choice: {geometric_mean(regrets.values()):.2f}x the time of the best kernel for "
+            f"those layouts on average, {worst:.2f}x at worst{where}.",
+            highlight=False,
+        )
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("M", justify="right", no_wrap=True)
+    table.add_column("kernel", overflow="fold", min_width=18)
+    for header in ("time", "spread", "of floor", "vs torch bf16", "error"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for result in results:
+        for i, timed in enumerate(result.timed):
+            last = i == len(result.timed) - 1
+            table.add_row("" if i else str(result.problem.M), *_cells(result, timed), end_section=last)
+    return table
+
+
+def _cells(result: Result, timed: Timed) -> tuple[str, ...]:
+    low, middle, high = quartiles(timed.samples)
+    name = f"[bold]> {timed.name}[/]" if timed.chosen else f"  {timed.name}"
+    return (
+        name if timed.problem else f"[dim]{name}[/]",
+        in_words(middle),
+        f"{(high - low) / 2 / middle:.0%}",
+        f"{result.floor / middle:.1%}" if timed.problem else "",
+        "" if timed.name == BASELINE else str(timed.against),
+        "" if timed.error is None else f"{timed.error:.0e}",
+    )
+
+
+def in_words(seconds: float) -> str:
+    """A time of three digits or more, with its unit: "812 us", "3.20 ms"."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            value = seconds * scale
+            return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f} {unit}"
+    return f"{seconds:.2f} s"
