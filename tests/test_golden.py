@@ -65,9 +65,6 @@ def same_but_sign_of_zero(codes: torch.Tensor, others: torch.Tensor) -> torch.Te
     return (codes == others) | ((codes & 7) + (others & 7) == 0)
 
 
-# --- NVFP4 ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Peer:
     """An NVFP4 quantizer and its intended differences: its scale bytes and its order of operations, from ours."""
@@ -236,8 +233,6 @@ def test_torchao_blocked_scales(case):
     assert torch.equal(BLOCKED_128x4.to(linear).flatten(), blocked.flatten())
 
 
-# --- four over six -------------------------------------------------------------------------------------------------
-
 FOUR_OVER_SIX = {"fouroversix_nvfp4_mse": ("values", "scale_factors"), "te_ref_nvfp4_4over6_mse_256": ("ret0", "ret1")}
 
 
@@ -263,9 +258,6 @@ def test_four_over_six(file, case):
     torch.testing.assert_close(ours[blocks_apart], theirs[blocks_apart], rtol=1e-4, atol=0)
 
 
-# --- search --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", ["randn", "outlier"])
 def test_nvfp4_search_is_no_worse_than_qwantize(case):
     """Same global_scale, exhaustive search on both sides: the same least error in every block."""
@@ -284,9 +276,6 @@ def test_mxfp4_search_is_no_worse_than_qwantize(case):
     x, theirs = given(case), golden("qwantize_mxfp4_sse_optimal")[f"{case}.scales"]
     w = quantize(x, MXFP4, scale_rule="search")
     assert torch.equal(E8M0.decode(w.scale), theirs)
-
-
-# --- zeros and tiny values -----------------------------------------------------------------------------------------
 
 
 def test_all_zeros_are_finite_here_and_nan_in_some_files():
@@ -327,9 +316,6 @@ def test_tiny_global_scale_has_a_finite_inverse():
         x, unpack(theirs["tiny.weight"]), E4M3.decode(theirs["tiny.weight_scale"]), theirs["tiny.weight_scale_2"]
     ).sum()
     assert 0 < ours <= other
-
-
-# --- MXFP4 ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [*CASES, "zeros"])
@@ -415,9 +401,6 @@ def test_scale_of_every_normal_bf16_amax(tool, rule, lowest, highest, byte):
     apart = ours != table[tool]
     assert torch.equal(apart, (amax >= lowest) & (amax <= highest))
     assert (table[tool][apart] == byte).all()
-
-
-# --- codes, tables, other containers -------------------------------------------------------------------------------
 
 
 def test_e2m1_code_of_every_bf16():
