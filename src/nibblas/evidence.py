@@ -6,6 +6,7 @@ Measurements; nobody types a level in.
 
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterable
@@ -28,8 +29,8 @@ class Measurement:
     """One kernel on one problem on one device, as it happened.
 
     Times are seconds. `error` is the largest deviation of this run's output from the float64 oracle, each element's over
-    its expected size (reference.magnitude); `hardened` says that the inputs covered all codes and scales. `beside` holds the medians of
-    what else was timed, interleaved, in the same run. No samples means that the kernel was only compiled.
+    its expected size (reference.magnitude); `hardened` says that the inputs covered all codes and scales. `beside` holds
+    the medians of what else was timed, interleaved, in the same run. No samples: the kernel was only compiled.
     """
 
     kernel: str
@@ -127,13 +128,14 @@ class Store:
         self._read: list[Measurement] | None = None
 
     def all(self) -> list[Measurement]:
-        """Every readable Measurement, oldest file first; unreadable lines are named on stderr, once."""
+        """Every readable Measurement, shipped ones first; unreadable lines are named on stderr, once."""
         if self._read is None:
-            self._read = []
-            for folder in (self.shipped, self.local):
-                for path in sorted(folder.glob("*.jsonl")):
-                    self._read += _read(path)
+            self._read = _read_folder(self.shipped) + _read_folder(self.local)
         return self._read
+
+    def shipped_only(self) -> list[Measurement]:
+        """Every readable Measurement that came with nibblas."""
+        return _read_folder(self.shipped)
 
     def find(self, kernel: str, digest: str, device: str, threads: int) -> list[Measurement]:
         """Timed Measurements of this kernel as it is now, on this device."""
@@ -155,20 +157,42 @@ class Store:
         return best
 
     def add(self, measurements: Iterable[Measurement]) -> Path:
-        """Append to the local store, a line each, and return the file."""
+        """Append to the local store, a line each, and return the file; other processes may append at the same time."""
         measurements = list(measurements)
         path = self.local / "measured.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write("".join(m.to_json() + "\n" for m in measurements))
+        append(path, measurements)
         if self._read is not None:
             self._read += measurements
         return path
 
 
-def _read(path: Path) -> list[Measurement]:
+def append(path: Path, measurements: Iterable[Measurement]) -> None:
+    """Add lines to a JSONL file in one write at its end, so that those of other processes are not torn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(m.to_json() + "\n" for m in measurements).encode()
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.fstat(file).st_size:
+            os.lseek(file, -1, os.SEEK_END)
+            if os.read(file, 1) != b"\n":
+                lines = b"\n" + lines  # a writer before was cut short
+        written = os.write(file, lines)
+        if written != len(lines):
+            raise OSError(f"{path}: only {written} of {len(lines)} bytes could be written")
+    finally:
+        os.close(file)
+
+
+def _read_folder(folder: Path) -> list[Measurement]:
+    return [m for path in sorted(folder.glob("*.jsonl")) for m in read(path)]
+
+
+def read(path: Path) -> list[Measurement]:
+    """The Measurements of a JSONL file; a line that is none is named on stderr and skipped."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             found.append(Measurement.from_json(line))
         except ValueError as error:

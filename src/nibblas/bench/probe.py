@@ -67,7 +67,7 @@ def _cpu(threads: int) -> tuple[float, dict[str, float]]:
     if find_spec("nibblas.kernels.cpu_library"):
         from nibblas.kernels import cpu_library
 
-        if cpu_library.load() is not None:
+        if cpu_library.library() is not None:
             bandwidth = max(bandwidth, cpu_library.probe_bandwidth(threads))
             for name, rate in cpu_library.probe_rates(threads).items():
                 rates[name] = max(rates.get(name, 0.0), rate)
@@ -112,7 +112,7 @@ def _rates(device: torch.device, size: int, dtypes: dict[str, torch.dtype]) -> d
 
 def facts(device: torch.device = CPU) -> dict[str, str]:
     """What a Measurement keeps of the machine beside the device's name: a host's digest, load, driver and clocks."""
-    found = {"host": hashlib.sha256(platform.node().encode()).hexdigest()[:12], "system": platform.platform()}
+    found = {"host": hashlib.sha256(platform.node().encode()).hexdigest()[:12], "system": f"{platform.system()} {platform.machine()}"}
     if device.type == "cpu":
         if hasattr(os, "getloadavg"):
             found["load"] = f"{os.getloadavg()[0]:.2f}"
