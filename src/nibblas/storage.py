@@ -73,9 +73,6 @@ DTYPES = {
 _NAMES = {stored.torch: name for name, stored in DTYPES.items() if stored.torch is not None}
 
 
-# --- headers -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file: dtype as safetensors names it, logical shape, and its bytes [start, end) after the header.
@@ -134,6 +131,8 @@ class Header:
         """Bytes start..end of one tensor, no others: (end - start,) uint8 on the CPU."""
         entry = self.entries[name]
         end = entry.nbytes if end is None else end
+        if not 0 <= start <= end <= entry.nbytes:
+            raise IndexError(f"{self.path}: bytes {start}..{end} of {name}, which has {entry.nbytes}")
         out = torch.empty(end - start, dtype=torch.uint8)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.data_start + entry.start + start)
@@ -231,8 +230,6 @@ def _entry(name: str, item: dict[str, Any]) -> Entry:
         raise ValueError(f"{name} is {dtype} of shape {shape}, which is {bits / 8:g} bytes, and has {entry.nbytes}")
     return entry
 
-
-# --- writing -------------------------------------------------------------------------------------------------------
 
 Part = tuple[str, str, tuple[int, ...]]  # name in the file, safetensors dtype, logical shape
 
@@ -360,9 +357,6 @@ def rename(temporary: Path, path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Tensor | ScaledTensor]:

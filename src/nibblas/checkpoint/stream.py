@@ -397,9 +397,6 @@ def _summarised(shard: _Shard, name: str) -> QuantizedTensor:
     return QuantizedTensor(name, entry.shape, entry.nbytes, bytes_after, shard.measured.get(name))
 
 
-# --- the source ----------------------------------------------------------------------------------------------------
-
-
 def _index(folder: Path) -> Path | None:
     """The folder's index of shards, if it has one."""
     found = sorted(folder.glob("*.safetensors.index.json"))
@@ -482,9 +479,6 @@ def _digest(source: Header, options: Options) -> str:
             file.seek(source.data_start + (size - source.data_start) * i // 64)
             digest.update(file.read(4096))
     return digest.hexdigest()
-
-
-# --- the target ----------------------------------------------------------------------------------------------------
 
 
 def _starts_with(path: Path, raw: bytes) -> bool:
