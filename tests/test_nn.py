@@ -1,0 +1,614 @@
+"""FP4Linear, FP4Experts and convert: storage, state_dict, what is replaced and what is left."""
+
+import copy
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from checks import assert_close
+from safetensors.torch import load, save
+from torch import nn
+
+import nibblas as nb
+import nibblas.nn as fp4
+from nibblas import dispatch, reference
+from nibblas.formats import FORMATS
+from nibblas.kernels import kernels, torch_linear
+from nibblas.layouts import LINEAR, ROWS_16x1, ROWS_16x4
+from nibblas.nn import FP4Experts, FP4Linear, conversion_report, convert
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_COMPILER = "ignore:nibblas. no FP4 kernel"
+pytestmark = pytest.mark.filterwarnings(NO_COMPILER)
+
+(TORCH,) = torch_linear.KERNELS
+TILED = replace(TORCH, name="tiled_linear", decodes_weights=False, b_layouts=((ROWS_16x1, ROWS_16x4),))
+REST = tuple(kernel for kernel in kernels() if kernel.op != "linear")
+
+
+@pytest.fixture(params=["decoded", "tiled", "chosen"])
+def storage(request, monkeypatch):
+    """Weights kept decoded; in the layouts of a kernel that takes no other; as this machine's kernels like it."""
+    if request.param != "chosen":
+        present = (*REST, TORCH if request.param == "decoded" else TILED)
+        monkeypatch.setattr(dispatch, "kernels", lambda: present)
+        monkeypatch.setattr(fp4, "kernels", lambda: present)
+    dispatch.forget()
+    yield request.param
+    dispatch.forget()
+
+
+def linear(N=24, K=64, bias=True, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(K, N, bias=bias, dtype=dtype)
+
+
+def draw(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def same_parts(a, b):
+    parts = [(getattr(w, part) for part in ("linear_data", "linear_scale", "global_scale")) for w in (a, b)]
+    return all(x is y or torch.equal(x, y) for x, y in zip(*parts, strict=True))
+
+
+# --- FP4Linear -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("rotation", "bias"), [(0, True), (32, False)])
+def test_forward_is_the_product_with_the_stored_weight(storage, format, dtype, rotation, bias):
+    layer = FP4Linear.from_linear(linear(bias=bias, dtype=dtype), format, rotation=rotation)
+    x = draw(5, 64, dtype=dtype)
+    w = layer.weight_scaled
+    exact = reference.linear(x, w, layer.bias)
+    once_more = dtype if layer.decoded is not None and layer.decoded.dtype == torch.bfloat16 else None
+    # A rotated x is computed in fp32: an error of a few units of it, relative to x.
+    assert_close(
+        layer(x).detach(), exact, dtype, K=64 * (8 if rotation else 1), what="FP4Linear", intermediate=once_more
+    )
+    if layer.decoded is None:
+        assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
+def test_leading_dimensions(storage, leading):
+    layer = FP4Linear.from_linear(linear())
+    x = draw(*leading, 64)
+    assert layer(x).shape == (*leading, 24)
+    if x.numel():
+        rows = x.reshape(-1, 64)
+        assert torch.allclose(layer(x).reshape(-1, 24), layer(rows), rtol=1e-5, atol=1e-6)
+
+
+def test_other_dtypes_of_x_lose_nothing(storage):
+    """A bf16 layer takes fp32 and fp16 activations as they are."""
+    layer = FP4Linear.from_linear(linear(dtype=torch.bfloat16))
+    for dtype in (torch.float32, torch.float16):
+        x = draw(5, 64, dtype=dtype)
+        exact = reference.linear(x, layer.weight_scaled, layer.bias)
+        assert_close(layer(x).detach(), exact, dtype, K=64, what="FP4Linear")
+
+
+def test_x_of_any_strides(storage):
+    layer, x = FP4Linear.from_linear(linear()), draw(64, 6)
+    assert torch.allclose(layer(x.T), layer(x.T.contiguous()), rtol=1e-5, atol=1e-6)
+    wide = draw(6, 130)[:, 1:129:2]
+    assert torch.allclose(layer(wide), layer(wide.contiguous()), rtol=1e-5, atol=1e-6)
+
+
+def test_fp4_activations(storage):
+    for format, rotation in ((nb.NVFP4, 0), (nb.MXFP4, 32)):
+        layer = FP4Linear.from_linear(linear(), format, rotation=rotation, activations="fp4")
+        x = draw(2, 3, 64)
+        expected = nb.linear(
+            nb.quantize(x, format, rotation=rotation), layer.weight_scaled, layer.bias, out_dtype=x.dtype
+        )
+        assert torch.equal(layer(x), expected)
+        assert layer(x).dtype == torch.float32
+        assert layer.decoded is None
+        layer.activations = "none"
+        assert not torch.equal(layer(x), expected)
+        assert storage == "chosen" or (layer.decoded is not None) == (storage == "decoded")
+
+
+def test_gradients_to_x_and_bias(storage):
+    layer, x = FP4Linear.from_linear(linear()), draw(2, 5, 64).requires_grad_()
+    grad = draw(2, 5, 24)
+    layer(x).backward(grad)
+    exact = reference.matmul(grad.reshape(10, 24), nb.dequantize(layer.weight_scaled).T)
+    assert_close(x.grad.reshape(10, 64), exact, torch.float32, K=24, what="gradient to x")
+    assert torch.allclose(layer.bias.grad, grad.sum((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotation": 16}, {"activations": "fp4"}], ids=str)
+def test_compiles_to_one_graph(storage, options):
+    layer = FP4Linear.from_linear(linear(), **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for x in (draw(3, 64), draw(2, 5, 64)):
+            assert torch.allclose(compiled(x), layer(x), rtol=1e-5, atol=1e-6)
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"FP4Linear: K = 40 is not a multiple of nvfp4's block_size 16"):
+        FP4Linear(40, 8)
+    with pytest.raises(ValueError, match=r"FP4Linear: K = 48 is not a multiple of rotation 32"):
+        FP4Linear(48, 8, rotation=32)
+    with pytest.raises(ValueError, match=r"FP4Linear: rotation is 8"):
+        FP4Linear(64, 8, rotation=8)
+    with pytest.raises(ValueError, match=r"FP4Linear: scale_rule 'even' is unknown; nvfp4 has absmax"):
+        FP4Linear(64, 8, scale_rule="even")
+    with pytest.raises(ValueError, match=r"FP4Linear: activations is 'fp8', need one of none, fp4"):
+        FP4Linear(64, 8, activations="fp8")
+    with pytest.raises(ValueError, match=r"format 'int4' is unknown"):
+        FP4Linear(64, 8, format="int4")
+    layer = FP4Linear.from_linear(linear())
+    with pytest.raises(ValueError, match=r"FP4Linear: x has shape \(2, 32\), need \(\.\.\., 64\)"):
+        layer(draw(2, 32))
+    with pytest.raises(TypeError, match=r"FP4Linear: x has dtype torch.uint8, need one of torch.float32"):
+        layer(torch.ones(2, 64, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"FP4Linear: x is on meta, the weight on cpu"):
+        layer(torch.ones(2, 64, device="meta"))
+    with pytest.raises(ValueError, match=r"FP4Linear: activations is 'int8'"):
+        layer.activations = "int8"
+
+
+def test_one_warning_where_weights_stay_decoded(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TORCH))
+    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TORCH))
+    fp4._warn_decoded.cache_clear()
+    with pytest.warns(UserWarning, match="install a C compiler.*nibblas doctor"):
+        FP4Linear.from_linear(linear())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = FP4Linear.from_linear(linear(dtype=torch.bfloat16))
+    assert layer.decoded.dtype == torch.bfloat16
+    exact = layer.decoded.double() * layer.weight_global_scale.double()
+    assert torch.equal(exact, reference.to_float64(layer.weight_scaled))
+
+
+# --- storage -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_lie_as_the_kernel_likes_them(storage):
+    layer = FP4Linear.from_linear(linear(N=20, dtype=torch.bfloat16))
+    w = layer.weight_scaled
+    assert w.shape == (20, 64)
+    if storage == "tiled":
+        assert (w.layout, w.data_layout) == (ROWS_16x1, ROWS_16x4)
+        assert layer.weight.shape == (32, 32)
+        assert layer.decoded is None
+    if storage == "decoded":
+        assert (w.layout, w.data_layout) == (LINEAR, LINEAR)
+    assert same_parts(w, nb.quantize(linear(N=20, dtype=torch.bfloat16).weight.detach(), nb.NVFP4))
+    assert w.scale_rule == "absmax"
+
+
+def test_moving_and_casting_keeps_every_bit(storage):
+    layer = FP4Linear.from_linear(linear(), scale_rule="search")
+    before = layer.weight_scaled
+    for change in (lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to("cpu"), lambda m: copy.deepcopy(m)):
+        layer = change(layer)
+        assert same_parts(before, layer.weight_scaled)
+        assert layer.weight_global_scale.dtype == torch.float32
+    assert layer.dtype == layer.bias.dtype == torch.float16
+    assert layer(draw(2, 64, dtype=torch.float16)).dtype == torch.float16
+    decoded = layer.bfloat16().decoded
+    assert decoded is None if storage == "tiled" else decoded is None or decoded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_state_dict_is_linear_and_survives_safetensors(storage, format):
+    layer = FP4Linear.from_linear(linear(N=20), format, scale_rule="search", rotation=16)
+    state = layer.state_dict()
+    names = {"weight", "weight_scale", "bias", "_extra_state", *["weight_global_scale"] * (format == "nvfp4")}
+    assert set(state) == names
+    assert state["weight"].shape == (20, 32)
+    assert state["weight_scale"].shape == (20, 64 // FORMATS[format].block_size)
+    facts = json.loads(bytes(state["_extra_state"].tolist()))
+    assert facts == {"format": format, "scale_rule": "search", "rotation": 16}
+
+    loaded = FP4Linear(64, 20, True, format)
+    x = draw(3, 64)
+    assert torch.equal(loaded(x), torch.zeros(3, 20))
+    loaded.load_state_dict(load(save(state)))
+    assert (loaded.scale_rule, loaded.rotation) == ("search", 16)
+    assert same_parts(layer.weight_scaled, loaded.weight_scaled)
+    assert torch.equal(loaded(x), layer(x))
+
+
+def test_state_dict_loads_where_kernels_differ(monkeypatch):
+    layer = FP4Linear.from_linear(linear(N=20))
+    state = layer.state_dict()
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
+    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TILED))
+    for options in ({}, {"assign": True}):
+        loaded = FP4Linear(64, 20, device="meta" if options else None)
+        loaded.load_state_dict(state, **options)
+        assert loaded.weight_scaled.data_layout == ROWS_16x4
+        assert same_parts(layer.weight_scaled, loaded.weight_scaled)
+        assert all(torch.equal(a, b) for a, b in zip(state.values(), loaded.state_dict().values(), strict=True))
+
+
+def test_a_state_dict_that_does_not_fit_is_refused():
+    state = {f"fc.{key}": value for key, value in FP4Linear.from_linear(linear()).state_dict().items()}
+
+    def refusal(changes, *, format=nb.NVFP4, N=24, strict=True):
+        model = nn.ModuleDict({"fc": FP4Linear(64, N, True, format)})
+        changed = {key: value for key, value in {**state, **changes}.items() if value is not None}
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(changed, strict=strict)
+        assert not model["fc"].weight.any()  # nothing was loaded
+        return str(caught.value)
+
+    assert "the state is of a module in nvfp4, this one is in mxfp4" in refusal({}, format=nb.MXFP4)
+    assert "fc.weight: is torch.uint8 (24, 32), need torch.uint8 (16, 32)" in refusal({}, N=16)
+    assert "fc.weight: is torch.float32 (24, 64)" in refusal({"fc.weight": torch.zeros(24, 64)})
+    assert "fc.weight: fc.weight_scale must come with it" in refusal({"fc.weight_scale": None}, strict=False)
+    assert "need torch.float32 ()" in refusal({"fc.weight_global_scale": torch.ones(3)})
+    assert "extra state is not understood" in refusal({"fc._extra_state": torch.zeros(3, dtype=torch.uint8)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale"):
+        FP4Linear(64, 24).load_state_dict({})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
+        FP4Linear(64, 24).load_state_dict({**FP4Linear(64, 24).state_dict(), "other": torch.zeros(1)})
+
+
+# --- FP4Experts ----------------------------------------------------------------------------------------------------
+
+
+def experts(format="nvfp4", bias=False, **options):
+    E, I, H = 5, 32, 64
+    dense = draw(E, I, H, seed=2), draw(E, I, H, seed=3), draw(E, H, I, seed=4)
+    biases = (draw(E, I, seed=5), draw(E, I, seed=6), draw(E, H, seed=7)) if bias else ()
+    return FP4Experts.from_dense(*dense, *biases, format=format, **options)
+
+
+def routing(tokens=7, top_k=2, E=5):
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:top_k] for _ in range(tokens)])
+    ids[1, 0] = -1
+    return ids, torch.rand(tokens, top_k, generator=generator)
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("silu", False), ("swiglu_clamped", True)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_are_moe_of_the_stored_weights(storage, format, activation, bias):
+    layer, x = experts(format, bias, activation=activation), draw(7, 64)
+    packed = [layer._scaled(name) for name in ("w_gate", "w_up", "w_down")]
+    biases = (layer.bias_gate, layer.bias_up, layer.bias_down)
+    exact = reference.moe(x, *routing(), *packed, *biases, activation=activation)
+    y = layer(x, *routing()).detach()
+    assert (y.double() - exact).norm() < 1e-5 * exact.norm()
+    if format == "nvfp4":
+        assert layer.w_gate_global_scale.shape == (5,)
+        own = nb.quantize(draw(5, 32, 64, seed=2)[3], nb.NVFP4)
+        assert same_parts(packed[0][3].with_layout(LINEAR, LINEAR), own)
+
+
+def test_experts_state_dict_and_compile(storage):
+    layer, x = experts(bias=True, scale_rule="search", rotation=32), draw(7, 64)
+    loaded = FP4Experts(5, 32, 64, bias=True)
+    loaded.load_state_dict(load(save(layer.state_dict())))
+    assert loaded.rotation == 32
+    assert torch.equal(loaded(x, *routing()), layer(x, *routing()))
+    half = copy.deepcopy(layer).bfloat16()
+    assert torch.equal(half.w_up_global_scale, layer.w_up_global_scale)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.allclose(compiled(x, *routing()), layer(x, *routing()), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_refuse_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"need \(E, I, H\), \(E, I, H\), \(E, H, I\)"):
+        FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 32, 64))
+    with pytest.raises(ValueError, match=r"bias_down are given, need all or none"):
+        FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 64, 32), draw(2, 32))
+    with pytest.raises(ValueError, match=r"activation 'gelu' is unknown"):
+        FP4Experts(2, 32, 64, activation="gelu")
+    with pytest.raises(ValueError, match=r"K = 24 is not a multiple"):
+        FP4Experts(2, 24, 64)
+
+
+# --- convert -------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.odd = nn.Linear(40, 8)
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.lm_head = nn.Linear(64, 50, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def left(model):
+    return {layer.name: layer.reason for layer in conversion_report(model) if not layer.converted}
+
+
+def test_convert_replaces_and_reports():
+    model, ids = Model().eval(), torch.arange(12)
+    before, y = copy.deepcopy(model), model(ids)
+    seen = []
+    assert convert(model, nb.NVFP4, "search", progress=lambda *step: seen.append(step)) is model
+    converted = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
+    assert seen == [(i, 4, name) for i, name in enumerate(converted)]
+    assert [layer.name for layer in conversion_report(model) if layer.converted] == converted
+    assert left(model) == {
+        "blocks.0.gate": "excluded by '*.gate'",
+        "blocks.1.gate": "excluded by '*.gate'",
+        "odd": "K = 40 is not a multiple of nvfp4's block_size 16",
+        "attention.out_proj": "is a NonDynamicallyQuantizableLinear, which may do more than an nn.Linear",
+        "lm_head": "excluded by 'lm_head'",
+    }
+    assert type(model.blocks[0].gate) is type(model.lm_head) is nn.Linear
+    assert not model.blocks[0].up.training
+    assert model.blocks[0].up.bias.dtype == torch.float32
+    for layer in conversion_report(model):
+        dense = before.get_submodule(layer.name).weight
+        assert (layer.shape, layer.elements) == (tuple(dense.shape), dense.numel())
+        if layer.converted:
+            w = model.get_submodule(layer.name).weight_scaled
+            error = (nb.dequantize(w).double() - dense.double()).square().sum() / dense.double().square().sum()
+            assert layer.relative_mse == pytest.approx(error.item(), rel=1e-5)
+            assert 0.001 < layer.relative_mse < 0.01
+            assert layer.nbytes == dense.numel() // 2 + dense.numel() // 16 + 4
+            assert w.scale_rule == "search"
+    similarity = torch.cosine_similarity(y.flatten(), model(ids).flatten(), dim=0)
+    assert 0.98 < similarity < 0.99999
+
+
+def test_convert_by_patterns_and_again():
+    model = convert(Model(), nb.NVFP4, include="blocks.0.*")
+    assert isinstance(model.blocks[0].up, FP4Linear)
+    assert type(model.blocks[1].up) is nn.Linear
+    assert left(model)["blocks.1.up"] == "not in include"
+    convert(model, nb.MXFP4, exclude=("*.down", "lm_head"))
+    formats = {layer.name: model.get_submodule(layer.name) for layer in conversion_report(model) if layer.converted}
+    assert {name: layer.format.name for name, layer in formats.items()} == {
+        "blocks.0.up": "nvfp4",
+        "blocks.0.down": "nvfp4",
+        "blocks.0.gate": "mxfp4",
+        "blocks.1.up": "mxfp4",
+        "blocks.1.gate": "mxfp4",
+    }
+    with pytest.raises(ValueError, match=r"include pattern 'layers\.\*' matches none of 2 layers"):
+        convert(nn.Sequential(linear(), linear()), include="layers.*")
+
+
+def test_convert_refuses_options_and_unconverted_models():
+    for options, message in (
+        ({"scale_rule": "even"}, "scale_rule 'even' is unknown"),
+        ({"rotation": 5}, "rotation is 5"),
+        ({"activations": "int8"}, "activations is 'int8'"),
+        ({"format": "fp5"}, "format 'fp5' is unknown"),
+    ):
+        model = Model()
+        with pytest.raises(ValueError, match=message):
+            convert(model, **options)
+        assert not any(isinstance(module, FP4Linear) for module in model.modules())
+    with pytest.raises(ValueError, match=r"did not come from nibblas\.nn\.convert"):
+        conversion_report(Model())
+
+
+def test_convert_of_a_linear_itself():
+    layer = linear()
+    new = convert(layer)
+    assert isinstance(new, FP4Linear)
+    assert new.bias is layer.bias
+    assert conversion_report(new)[0].converted
+
+
+def test_an_error_leaves_the_model_as_it_was(monkeypatch):
+    model, calls, quantize = Model(), [], nb.quantize
+
+    def fails_late(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("no memory")
+        return quantize(*args, **options)
+
+    monkeypatch.setattr(fp4.ops, "quantize", fails_late)
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(RuntimeError, match="no memory"):
+        convert(model)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+def test_tied_weights_stay_tied(storage):
+    model = nn.ModuleDict({"a": linear(), "b": linear(seed=1), "c": linear(bias=False)})
+    model["b"].weight = model["c"].weight = model["a"].weight
+    model["same"] = model["b"]
+    model = convert(model, exclude=())
+    assert model["same"] is model["b"]
+    assert [layer.reason for layer in conversion_report(model)] == ["", *["shares the weight of a"] * 2]
+    assert [layer.nbytes > 0 for layer in conversion_report(model)] == [True, False, False]
+
+    def tied(model):
+        return all(model[name].weight.data_ptr() == model["a"].weight.data_ptr() for name in "bc")
+
+    assert tied(model)
+    assert tied(copy.deepcopy(model))
+    assert tied(model.bfloat16())
+    moved = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    assert tied(moved)
+    moved.load_state_dict(model.state_dict())
+    assert tied(moved)
+    x = draw(3, 64, dtype=torch.bfloat16)
+    for name in "abc":
+        assert torch.equal(moved[name](x), model[name](x))
+    assert not torch.equal(model["a"](x), model["b"](x))  # the biases are their own
+
+
+def test_what_shares_a_weight_with_something_else_is_left():
+    model = Model()
+    convert(model, exclude=())
+    assert left(model)["lm_head"] == "shares its weight with embed, which is not converted"
+    assert model.lm_head.weight is model.embed.weight
+    pair = nn.ModuleDict({"head": linear(), "lm_head": linear()})
+    pair["head"].weight = pair["lm_head"].weight
+    assert left(convert(pair))["head"] == "shares its weight with lm_head, which is not converted"
+
+
+def test_layers_that_a_replacement_would_break_are_left():
+    layers = nn.ModuleDict({name: linear() for name in ("hooked", "wide", "meta")})
+    layers["hooked"].register_forward_hook(lambda *_: None)
+    layers["wide"].double()
+    layers["meta"].to("meta")
+    layers["encoder"] = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    reasons = left(convert(layers))
+    assert "has hooks" in reasons["hooked"]
+    assert "torch.float64" in reasons["wide"]
+    assert "meta device" in reasons["meta"]
+    assert "TransformerEncoderLayer, which reads its weight" in reasons["encoder.linear1"]
+    assert not any(isinstance(module, FP4Linear) for module in layers.modules())
+    reasons = left(convert(nn.ModuleDict({"a": linear(K=48)}), rotation=32))
+    assert reasons["a"] == "K = 48 is not a multiple of rotation 32"
+
+
+# --- fused experts of transformers ---------------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """Fused experts as transformers 5 makes them, in each of the arrangements of their weights."""
+
+    def __init__(self, *, transposed, concatenated, bias, gate):
+        super().__init__()
+        E, I, H = 5, 32, 64
+        self.is_transposed, self.is_concatenated, self.has_bias = transposed, concatenated, bias
+        self.has_gate, self.gate = True, gate
+        gate_up, down = draw(E, 2 * I, H, seed=2) / 8, draw(E, H, I, seed=3) / 6
+        self.gate_up_proj = nn.Parameter(gate_up.mT.contiguous() if transposed else gate_up)
+        self.down_proj = nn.Parameter(down.mT.contiguous() if transposed else down)
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(draw(E, 2 * I, seed=4))
+            self.down_proj_bias = nn.Parameter(draw(E, H, seed=5))
+
+    def _apply_gate(self, gate_up):
+        halves = gate_up.chunk(2, -1) if self.is_concatenated else (gate_up[..., ::2], gate_up[..., 1::2])
+        return self.gate(*halves)
+
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        out = torch.zeros_like(hidden_states)
+        for token, (ids, factors) in enumerate(zip(router_indices, routing_weights, strict=True)):
+            for e, factor in zip(ids.tolist(), factors, strict=True):
+                if e < len(self.down_proj):
+                    gate_up, down = self.gate_up_proj[e], self.down_proj[e]
+                    if not self.is_transposed:
+                        gate_up, down = gate_up.T, down.T
+                    hidden = hidden_states[token] @ gate_up + (self.gate_up_proj_bias[e] if self.has_bias else 0)
+                    y = self._apply_gate(hidden) @ down + (self.down_proj_bias[e] if self.has_bias else 0)
+                    out[token] += factor * y
+        return out
+
+
+def silu(gate, up):
+    return nn.functional.silu(gate) * up
+
+
+def clamped(gate, up):
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+@torch.no_grad()
+def round_weights(module, format):
+    """Give a fused module weights that survive quantization: what it computes is then the exact answer."""
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name)
+        for e in range(len(weight)):
+            matrix = weight[e].mT if module.is_transposed else weight[e]
+            matrix.copy_(matrix.sign() * 2.0 ** matrix.abs().log2().round().clamp(-3, -1))
+            matrix[:, :: format.block_size] = 0.75  # a scale of 1/8 in every block
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("concatenated", [False, True])
+@pytest.mark.parametrize(("gate", "bias"), [(silu, False), (clamped, True)])
+def test_fused_experts_become_fp4_behind_their_own_forward(transposed, concatenated, gate, bias):
+    model = nn.Module()
+    model.experts = Fused(transposed=transposed, concatenated=concatenated, bias=bias, gate=gate)
+    round_weights(model.experts, nb.MXFP4)
+    ids, factors = routing()
+    x, ids = draw(7, 64), ids.masked_fill(ids < 0, 5)  # an id of num_experts is none
+    expected = model.experts(x, ids, factors)
+    convert(model, nb.MXFP4)
+    assert isinstance(model.experts, FP4Experts)
+    (report,) = conversion_report(model)
+    assert (report.name, report.converted, report.shape) == ("experts", True, (5, 64, 64))
+    assert report.relative_mse == 0
+    assert report.elements == 3 * 5 * 32 * 64
+    y = model.experts(x, router_indices=ids, routing_weights=factors)
+    assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.experts(x, ids, routing_weights=factors), y)
+    assert expected.norm() > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: setattr(m, "gate", lambda gate, up: gate.clamp(max=3) * up), "gate is none of silu"),
+        (lambda m: setattr(m, "has_gate", False), "another structure"),
+        (lambda m: setattr(m, "_is_expert_parallel", True), "spread over devices"),
+        (lambda m: delattr(m, "is_transposed"), "without the marks of transformers 5"),
+        (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "parameters down_proj, extra, gate_up_proj"),
+    ],
+)
+def test_fused_experts_that_are_not_known_are_left(change, reason):
+    model = nn.Module()
+    model.experts = Fused(transposed=False, concatenated=True, bias=False, gate=silu)
+    change(model.experts)
+    assert reason in left(convert(model))["experts"]
+    assert isinstance(model.experts, Fused)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_transformers(name):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    common = dict(vocab_size=97, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    common |= dict(head_dim=16, num_experts_per_tok=2)
+    if name == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(**common, num_experts=5, moe_intermediate_size=32)
+    else:
+        config = transformers.GptOssConfig(**common, num_local_experts=5, intermediate_size=32)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    mlp = model.model.layers[0].mlp
+    round_weights(mlp.experts, nb.MXFP4)
+    hidden = draw(2, 7, 64)
+
+    def run():
+        y = mlp(hidden)
+        return y[0] if isinstance(y, tuple) else y
+
+    with torch.no_grad():
+        expected = run()
+        convert(model, nb.MXFP4)
+        assert isinstance(mlp.experts, FP4Experts)
+        assert left(model) == {"lm_head": "excluded by 'lm_head'"}
+        assert torch.allclose(run(), expected, rtol=1e-4, atol=1e-4)
+        assert model(torch.arange(9)[None]).logits.isfinite().all()
