@@ -157,8 +157,13 @@ def sweep(
     return results
 
 
+def linear_kernels() -> list[Kernel]:
+    """The kernels that `sweep` can time, on any device."""
+    return [kernel for kernel in all_kernels() if kernel.op == "linear"]
+
+
 def _named(names: Sequence[str] | None) -> list[Kernel]:
-    linear = [kernel for kernel in all_kernels() if kernel.op == "linear"]
+    linear = linear_kernels()
     unknown = set(names or ()) - {kernel.name for kernel in linear}
     if unknown:
         known = ", ".join(kernel.name for kernel in linear)

@@ -1,0 +1,600 @@
+"""The command line. Only typer and rich are imported before a command runs, so that `--help` is quick."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from nibblas.checkpoint.inspect import Report
+    from nibblas.checkpoint.stream import Summary
+    from nibblas.dispatch import Candidate, Explanation
+    from nibblas.formats import Format
+    from nibblas.kernel import Kernel
+    from nibblas.problem import Problem
+
+MAX_WIDTH = 100
+
+app = typer.Typer(
+    name="nibblas",
+    help="Matrix multiplication for 4-bit block-scaled floats (NVFP4, MXFP4) in PyTorch.\n\n"
+    "Start with `nibblas doctor`, which tells what runs on this machine, and `nibblas report`, which "
+    "shows on a real model what 4-bit weights save and cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda:1 ...")]
+
+
+def main() -> None:
+    """Run the command line of this process, and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit status: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C.
+
+    An error is one line on stderr; with --debug, anywhere among the arguments, it is a traceback.
+    """
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        app(arguments, prog_name="nibblas")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # What reads our output has had enough. Nothing more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(_in_words(error))}", highlight=False)
+        return 1
+    return 0
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error that is meant for people; the type as well where it wasn't."""
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror}"
+    text = " ".join(str(error).split())
+    if text and isinstance(error, ValueError | TypeError | RuntimeError | ImportError | OSError):
+        return text
+    return f"{type(error).__name__}: {text} (a fault of nibblas: --debug shows where)"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from nibblas import __version__
+
+        print(f"nibblas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass  # `run` takes --debug itself, wherever it stands
+
+
+# --- output --------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    console = Console()
+    if console.is_terminal or "COLUMNS" in os.environ:
+        console.width = min(console.width, MAX_WIDTH)
+    else:
+        console.width = MAX_WIDTH
+    return console
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1))
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, as progress(done, total, text); nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{what} {escape(_shorten(text))}")
+
+        yield advance
+
+
+def _shorten(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"...{text[3 - most :]}"
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is unknown; need cpu, cuda, or cuda:1 ...") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device cuda: this torch sees no GPU (`nibblas doctor` tells what there is)")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(f"device {name}: there are {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _format(name: str, others: str = "") -> "Format":
+    from nibblas.formats import FORMATS
+
+    if name.lower() not in FORMATS:
+        raise typer.BadParameter(f"{name!r} is unknown; there are {others}{', '.join(FORMATS)}")
+    return FORMATS[name.lower()]
+
+
+def _sizes(text: str, letters: str) -> tuple[int, ...]:
+    """ "4096x1024" -> (4096, 1024), one number for each letter."""
+    parts = text.lower().split("x")
+    if len(parts) != len(letters) or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r}: need {'x'.join(letters)}, such as {'x'.join(['4096'] * len(letters))}")
+    return tuple(int(part) for part in parts)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+# --- commands ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(
+    threads: Threads = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure the devices again; otherwise once is enough.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what this machine has: devices and their speed, compilers, which kernels run and why the others don't.
+
+    The first call takes some seconds: it measures memory bandwidth and arithmetic rates, from which `nibblas explain`
+    and `nibblas bench` name the least time that a product can take. They are kept.
+
+    Examples:
+
+    - `nibblas doctor`
+    """
+    from nibblas.bench.doctor import diagnose, print_diagnosis
+
+    with _progress("") as advance:
+        found = diagnose(threads, again, progress=lambda text: advance(0, 1, text))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_diagnosis(found, _console())
+
+
+@app.command()
+def report(
+    path: Annotated[
+        Path | None, typer.Argument(help="A model's folder or safetensors file; all-MiniLM-L6-v2 by default.")
+    ] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show on a real model what NVFP4 and MXFP4 weights save, cost, and how fast they are here.
+
+    Converts the model's linear layers, runs sentences through it, and compares with the model as it was: bytes, weight
+    error, cosine of the embeddings, time of the layers against torch, and which kernel ran and why.
+
+    Examples:
+
+    - `nibblas report`
+    - `nibblas report path/to/model --json`
+    """
+    from nibblas.bench.report import print_report
+    from nibblas.bench.report import report as make
+
+    with _progress("report") as advance:
+        found = make(path, threads=threads, progress=advance)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_report(found, _console())
+
+
+@app.command()
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A safetensors file, or a folder with one or with shards.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file, or the folder, to make.")],
+    format: Annotated[str, typer.Option(help="nvfp4 or mxfp4.")] = "nvfp4",
+    scale_rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How block scales are found. nvfp4: absmax (default), four_over_six, search (least error, slow). "
+            "mxfp4: even (default), floor, rceil, search."
+        ),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Names to quantize, such as `'*.weight'` (the default). Can be repeated.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Names to leave as they are. By default embeddings, heads, routers, norms. Can be repeated."),
+    ] = None,
+    rotation: Annotated[int, typer.Option(help="Rotate blocks of this size first: 16, 32, 64 or 128.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what other options left at OUT.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize the weights of a checkpoint to 4 bits, in memory that does not grow with it.
+
+    All other tensors are copied. A run that was stopped goes on where it was when called again with the same options.
+
+    Examples:
+
+    - `nibblas quantize model.safetensors model-fp4.safetensors`
+    - `nibblas quantize llama/ llama-mxfp4/ --format mxfp4 --exclude '*layers.0.*'`
+    """
+    from dataclasses import asdict
+
+    from nibblas.checkpoint.stream import quantize_checkpoint
+
+    with _progress("quantize") as advance:
+        summary = quantize_checkpoint(
+            source,
+            target,
+            _format(format),
+            scale_rule=scale_rule,
+            include=include,
+            exclude=exclude,
+            rotation=rotation,
+            overwrite=overwrite,
+            progress=advance,
+        )
+    if as_json:
+        _print_json(asdict(summary))
+    else:
+        _print_summary(summary, target, _console())
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file, or a folder of them.")],
+    as_json: AsJson = False,
+) -> None:
+    """Tell what FP4 tensors a checkpoint holds, whoever wrote it, and what looks wrong with them.
+
+    Knows the files of nibblas, ModelOpt, compressed-tensors, Quark, torchao, gpt-oss, MLX and others. Prints formats,
+    shapes, layouts and the range of the scales; warns of NaN scales, suspicious global scales and missing parts.
+
+    Examples:
+
+    - `nibblas inspect model-fp4.safetensors`
+    """
+    from nibblas.checkpoint.inspect import inspect_file
+
+    found = inspect_file(path)
+    if as_json:
+        print(found.to_json())
+    else:
+        _print_inspection(found, _console())
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="linear, grouped_linear, gated_linear or quantize.")] = "linear",
+    sizes: Annotated[str, typer.Argument(metavar="[MxNxK]", help="All sizes at once, such as 1x4096x4096.")] = "",
+    M: Annotated[int, typer.Option("--M", min=1, help="Rows of the activations.")] = 1,
+    N: Annotated[int, typer.Option("--N", min=1, help="Rows of the weights.")] = 4096,
+    K: Annotated[int, typer.Option("--K", min=1, help="What the product sums over.")] = 4096,
+    L: Annotated[int, typer.Option("--L", min=1, help="Products in a batch.")] = 1,
+    G: Annotated[int, typer.Option("--G", min=1, help="Groups, of grouped_linear.")] = 1,
+    a: Annotated[str, typer.Option(help="Activations: bf16, fp16, fp32, or a format.")] = "bf16",
+    b: Annotated[str, typer.Option(help="Weights: nvfp4 or mxfp4. Of quantize, the result.")] = "nvfp4",
+    out: Annotated[str, typer.Option(help="Result: bf16, fp16 or fp32.")] = "bf16",
+    bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
+    rule: Annotated[str | None, typer.Option(help="Scale rule, of quantize.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="A row's result must not depend on M.")
+    ] = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which kernel would run, what each should take and on what evidence, and why the others can't.
+
+    Each kernel is shown with the layouts of the weights that it takes.
+
+    Examples:
+
+    - `nibblas explain linear 1x4096x4096`
+    - `nibblas explain linear --M 64 --a nvfp4`
+    """
+    from nibblas.bench.timing import torch_threads
+    from nibblas.problem import DTYPES, OPS, Problem, arch_of
+
+    if op not in OPS:
+        raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
+    if sizes:
+        M, N, K = _sizes(sizes, "MNK")
+    format = _format(b)
+    format.check_K("explain", K)
+    place = _device(device)
+    a = a if a in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
+    if op == "quantize":
+        rule = rule or format.scale_rules[0]
+        problem = Problem(op, M, 0, K, a=a, b=format.name, out=format.name, rule=rule, arch=arch_of(place))
+    else:
+        if out not in DTYPES:
+            raise typer.BadParameter(f"out {out!r} is unknown; there are {', '.join(DTYPES)}")
+        problem = Problem(
+            op, M, N, K, L, G, a, format.name, out, bias=bias, batch_invariant=batch_invariant, arch=arch_of(place)
+        )
+    with torch_threads(threads):
+        found = _explanations(problem, place)
+    if as_json:
+        _print_json(_explanations_as_dict(found))
+    else:
+        _print_explanations(found, _console())
+
+
+@app.command()
+def bench(
+    shapes: Annotated[str, typer.Option(help="N x K of the weights, such as 4096x4096,1024x4096.")] = (
+        "1024x1024,4096x4096"
+    ),
+    M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
+    formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
+    activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
+    kernels: Annotated[str, typer.Option(help="Kernels to time, by name; all by default.")] = "",
+    device: Device = "cpu",
+    threads: Threads = None,
+    rounds: Annotated[int, typer.Option(min=5, help="Samples of each kernel on each problem.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="Take no more samples of a problem after this time.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option(help="Append the measurements to this JSONL file, not to this machine's evidence.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time every kernel that can run here against torch, interleaved and with cold caches, and keep the evidence.
+
+    Each output is compared with a float64 oracle first; a kernel that is wrong is not timed. The dispatcher uses the
+    measurements from then on. Takes about a minute.
+
+    Examples:
+
+    - `nibblas bench`
+    - `nibblas bench --shapes 14336x4096 --M 1,8 --threads 1`
+    """
+    from nibblas import evidence
+    from nibblas.bench.sweep import linear_kernels, print_results, sweep
+
+    names = _split(kernels)
+    known = [kernel.name for kernel in linear_kernels()]
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"no linear kernel is called {', '.join(unknown)}; there are {', '.join(known)}")
+    with _progress("bench") as advance:
+        results = sweep(
+            [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))],
+            [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
+            [_format(name) for name in _split(formats)],
+            activations,
+            device=_device(device),
+            threads=threads,
+            names=names or None,
+            rounds=rounds,
+            seconds=seconds,
+            progress=advance,
+        )
+    measurements = [m for result in results for m in result.measurements]
+    if output:
+        evidence.append(output, measurements)
+    else:
+        output = evidence.store().add(measurements)
+    if as_json:
+        _print_json([result.as_dict() for result in results])
+    else:
+        console = _console()
+        print_results(results, console)
+        console.print(
+            f"{len(measurements)} measurements added to {escape(str(output))}", highlight=False, soft_wrap=True
+        )
+    if any(result.wrong for result in results):
+        raise typer.Exit(1)
+
+
+# --- what commands print -------------------------------------------------------------------------------------------
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count:,} B"
+
+
+def _print_summary(summary: "Summary", target: Path, console: Console) -> None:
+    errors = {t.name: t.relative_mse for t in summary.quantized if t.relative_mse is not None}
+    rotated = f", rotated by {summary.rotation}" if summary.rotation else ""
+    share = summary.bytes_after / summary.bytes_before if summary.bytes_before else 1
+    print_ = partial(console.print, highlight=False)
+    print_(
+        f"[bold]{escape(str(target))}[/]: {summary.format}, scale rule {summary.scale_rule}{rotated}", soft_wrap=True
+    )
+    print_(f"  {_bytes(summary.bytes_before)} -> {_bytes(summary.bytes_after)} ({share:.0%})")
+    print_(f"  {len(summary.quantized)} tensors quantized, {len(summary.skipped)} copied")
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        mean = sum(errors.values()) / len(errors)
+        print_(f"  relative squared error {mean:.5f} on average, {errors[worst]:.5f} at worst ({escape(worst)})")
+    by_reason: dict[str, list[str]] = {}
+    for tensor in summary.skipped:
+        by_reason.setdefault(tensor.reason, []).append(tensor.name)
+    for reason, names in by_reason.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        print_(f"  [dim]copied, {escape(reason)}: {escape(shown)}[/]")
+    if summary.reused:
+        print_(f"  finished by an earlier run: {escape(', '.join(summary.reused))}")
+    if summary.left_out:
+        print_(f"  [yellow]not copied:[/] {escape(', '.join(summary.left_out))}")
+
+
+def _print_inspection(found: "Report", console: Console) -> None:
+    print_ = partial(console.print, highlight=False)
+    files = f" ({len(found.files)} files)" if len(found.files) > 1 else ""
+    print_(f"[bold]{escape(found.path)}[/]{files}", soft_wrap=True)
+    if found.tensors:
+        writers = sorted({tensor.layout for tensor in found.tensors})
+        print_(f"  {len(found.tensors)} FP4 tensors, stored as by {', '.join(writers)}")
+        table = _table("tensor", "format", "shape", "block scales", "global scale", right=("shape",))
+        for tensor in found.tensors:
+            scale = tensor.scale
+            spread = f"{scale.min:.3g} to {scale.max:.3g}" if scale and scale.min is not None else ""
+            layouts = dict.fromkeys(name for name in (tensor.scale_layout, tensor.data_layout) if name)
+            table.add_row(
+                f"{escape(tensor.name)}{' [yellow](!)[/]' * bool(tensor.warnings)}",
+                " ".join([tensor.format or "?", *(name for name in layouts if name != "LINEAR")]),
+                "x".join(map(str, tensor.shape)),
+                spread,
+                "" if tensor.global_scale is None else _few(tensor.global_scale),
+            )
+        print_(table)
+    else:
+        print_("  no FP4 tensors")
+    for dtype, count in found.others.items():
+        print_(f"  {count.tensors} other tensors of {dtype}, {_bytes(count.nbytes)}")
+    for warning in found.all_warnings:
+        print_(f"[yellow]warning:[/] {escape(warning)}")
+
+
+def _few(values: Sequence[float]) -> str:
+    """One number, or the range of several."""
+    low, high = min(values), max(values)
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+
+
+def _explanations(problem: "Problem", device: "torch.device") -> list["Explanation"]:
+    """The problem explained for weights in LINEAR layouts, then in those that kernels of its operation like best."""
+    from dataclasses import replace
+
+    from nibblas.dispatch import explain_problem
+    from nibblas.kernels import kernels
+
+    liked = [layouts for kernel in kernels() if kernel.op == problem.op for layouts in kernel.b_layouts or ()]
+    pairs = dict.fromkeys([problem.b_layouts, *((scale.name, data.name) for scale, data in liked)])
+    return [explain_problem(replace(problem, b_layouts=pair), device) for pair in pairs]
+
+
+def _rows(found: Sequence["Explanation"]) -> list[tuple["Problem", "Candidate"]]:
+    """Each kernel where it can run, the fastest first; then those that can't, once each, with the reason."""
+    can, cannot = [], {}
+    for explanation in found:
+        for candidate in explanation.candidates:
+            if candidate.why_not is None:
+                # A kernel that takes every layout says nothing new after the first.
+                if explanation is found[0] or candidate.kernel.b_layouts is not None:
+                    can.append((explanation.problem, candidate))
+            elif candidate.kernel.name not in cannot or _likes(candidate.kernel, explanation.problem):
+                cannot[candidate.kernel.name] = explanation.problem, candidate
+    runs = {candidate.kernel.name for _, candidate in can}
+    can.sort(key=lambda row: (row[1].seconds, row[1].kernel.name))
+    return can + [row for name, row in cannot.items() if name not in runs]
+
+
+def _likes(kernel: "Kernel", problem: "Problem") -> bool:
+    return kernel.b_layouts is not None and problem.b_layouts == tuple(l.name for l in kernel.b_layouts[0])
+
+
+def _explanations_as_dict(found: Sequence["Explanation"]) -> dict:
+    first = found[0]
+    return {
+        "problem": first.problem.as_dict(),
+        "floor": first.floor,
+        "floor_source": first.floor_source,
+        "kernels": [
+            {
+                "kernel": candidate.kernel.name,
+                "b_layouts": problem.b_layouts,
+                "why_not": candidate.why_not,
+                "seconds": candidate.seconds if candidate.why_not is None else None,
+                "basis": candidate.basis,
+                "record": json.loads(candidate.record.to_json()) if candidate.record else None,
+                "distance": candidate.distance,
+            }
+            for problem, candidate in _rows(found)
+        ],
+    }
+
+
+def _print_explanations(found: Sequence["Explanation"], console: Console) -> None:
+    from nibblas.bench.sweep import in_words
+
+    first, rows = found[0], _rows(found)
+    print_ = partial(console.print, highlight=False)
+    print_(f"[bold]{first.problem}[/]")
+    named = first.floor_source != "assumed"
+    print_(
+        f"floor {in_words(first.floor)} (bandwidth and rates {first.floor_source})"
+        if named
+        else "floor unknown: `nibblas doctor` measures this device once"
+    )
+    table = _table("kernel", "weights in", "time", "of floor", "why", right=("time", "of floor"))
+    table.columns[2].no_wrap = table.columns[3].no_wrap = True
+    for i, (problem, candidate) in enumerate(rows):
+        if candidate.why_not is not None:
+            table.add_row(
+                f"  [dim]{candidate.kernel.name}[/]", "", "", "", f"[dim]can't: {escape(candidate.why_not)}[/]"
+            )
+            continue
+        name = candidate.kernel.name
+        table.add_row(
+            f"[bold]> {name}[/]" if i == 0 else f"  {name}",
+            "any layout" if candidate.kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts)),
+            in_words(candidate.seconds),
+            f"{first.floor / candidate.seconds:.0%}" if named else "",
+            candidate.basis_in_words,
+        )
+    print_(table)
+    if not rows or rows[0][1].why_not is not None:
+        print_("[red]no kernel can run this[/]")
+
+
+if __name__ == "__main__":
+    main()
