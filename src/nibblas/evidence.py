@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 from nibblas.paths import cache_dir
@@ -96,12 +97,11 @@ def timing_level(measurements: Iterable[Measurement]) -> str:
     timed = [m for m in measurements if m.samples]
     if not timed:
         return "compiled" if measurements else "none"
-    for m in timed:
-        for other in timed:
-            same = (m.problem, m.device, m.digest) == (other.problem, other.device, other.digest)
-            elsewhere = m.facts.get("host", "") != other.facts.get("host", "")
-            if same and elsewhere and abs(m.median / other.median - 1) < 0.1:
-                return "reproduced"
+    for m, other in combinations(timed, 2):
+        same = all(getattr(m, of) == getattr(other, of) for of in ("kernel", "digest", "problem", "device", "threads"))
+        hosts = {m.facts.get("host"), other.facts.get("host")} - {None}
+        if same and len(hosts) == 2 and abs(m.median / other.median - 1) < 0.1:
+            return "reproduced"
     return "measured"
 
 
