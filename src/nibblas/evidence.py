@@ -29,9 +29,9 @@ NEAR = 2.0
 class Measurement:
     """One kernel on one problem on one device, as it happened.
 
-    Times are seconds. `error` is the largest deviation of this run's output from the float64 oracle, each element's over
-    its expected size (reference.magnitude); `hardened` says that the inputs covered all codes and scales. `beside` holds
-    the medians of what else was timed, interleaved, in the same run. No samples: the kernel was only compiled.
+    Times are seconds. `error` is the largest deviation of this run's output from the float64 oracle, each element's
+    over its expected size (reference.magnitude); `hardened` says that the inputs covered all codes and scales. `beside`
+    holds the medians of what else was timed, interleaved, in the same run. No samples: the kernel was only compiled.
     """
 
     kernel: str
