@@ -210,6 +210,9 @@ def report(
     path: Annotated[
         Path | None, typer.Argument(help="A model's folder or safetensors file; all-MiniLM-L6-v2 by default.")
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, or cuda:1 ...; a GPU by default if there is one.")
+    ] = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -227,7 +230,7 @@ def report(
     from nibblas.bench.report import report as make
 
     with _progress("report") as advance:
-        found = make(path, threads=threads, progress=advance)
+        found = make(path, threads=threads, device=_device(device) if device else None, progress=advance)
     if as_json:
         _print_json(found.as_dict())
     else:

@@ -241,7 +241,8 @@ def compare(got: Tensor, exact: Tensor, size: Tensor, K: int) -> tuple[float, st
     """
     deviation = (got.double() - exact).abs()
     size = torch.maximum(size, exact.abs())
-    half_ulp = torch.finfo(got.dtype).eps / 2 * size + torch.finfo(got.dtype).tiny
+    dtype = torch.finfo(got.dtype)
+    half_ulp = dtype.eps / 2 * (size + dtype.tiny)
     allowed = half_ulp + (1e-6 + K * 2.0**-23 / 16) * size
     bad = ~(deviation <= allowed)
     error = (deviation / size).max().item()
