@@ -675,6 +675,18 @@ def test_dequantize_of_slices():
     assert torch.equal(dequantize(w.slice(0, 1, 2)), want[1:])
 
 
+@every_rule
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_bytes(format, rule):
+    x = adversarial_blocks(4096, format.block_size, seed=28).view(64, -1)
+    for rotation in (0, 64):
+        w = quantize(x, format, scale_rule=rule, rotation=rotation)
+        on_gpu = quantize(x.cuda(), format, scale_rule=rule, rotation=rotation)
+        assert same_bytes(on_gpu.to("cpu"), w)
+        assert format is MXFP4 or on_gpu.global_scale.item() == w.global_scale.item()
+        assert torch.equal(dequantize(on_gpu).cpu(), dequantize(w))
+
+
 # Rotation.
 
 

@@ -189,7 +189,10 @@ def amax(x: Tensor, rotation: int = 0) -> Tensor:
 
 def global_scale_from_amax(amax: Tensor, scale_rule: str = "absmax") -> Tensor:
     """NVFP4's automatic global_scale: amax / (6 * TOP_SCALE[scale_rule]), at least 2^-126; fp32 of any shape."""
-    return (amax.float() / (E2M1_MAX * TOP_SCALE[scale_rule])).clamp(min=SMALLEST_GLOBAL_SCALE)
+    amax = amax.float()
+    # A tensor, not a number: CUDA would multiply by the number's reciprocal, which rounds differently.
+    divisor = torch.full_like(amax, E2M1_MAX * TOP_SCALE[scale_rule])
+    return (amax / divisor).clamp(min=SMALLEST_GLOBAL_SCALE)
 
 
 def check_arguments(
