@@ -54,8 +54,11 @@ class ScaledTensor:
         self.format.check_K(op, self.K)
         blocks = self.K // self.format.block_size
         if self.data.ndim == 1:
-            if self.layout != LINEAR or self.data_layout != LINEAR:
-                raise ValueError(f"{op}: a tensor of one dimension has LINEAR layouts only, got {self.layout}")
+            if self.layout != LINEAR or self.data_layout != LINEAR or self.matrix is not None:
+                raise ValueError(
+                    f"{op}: a tensor of one dimension has LINEAR layouts only and no matrix, got {self.layout}, "
+                    f"{self.data_layout}, {self.matrix}"
+                )
             need = (blocks,)
         else:
             need = (*self.data.shape[:-2], *self.layout.shape(self.shape[-2], blocks))
@@ -243,12 +246,16 @@ class ScaledTensor:
 
     def to(self, device: torch.device | str) -> "ScaledTensor":
         """A copy on another device; itself if it is there already."""
+        data, scale = self.data.to(device), self.scale.to(device)
+        if data is self.data:
+            return self
         moved = None if self.global_scale is None else self.global_scale.to(device)
-        return replace(self, data=self.data.to(device), scale=self.scale.to(device), global_scale=moved)
+        return replace(self, data=data, scale=scale, global_scale=moved)
 
     def contiguous(self) -> "ScaledTensor":
         """The same tensor with contiguous parts."""
-        return replace(self, data=self.data.contiguous(), scale=self.scale.contiguous())
+        global_scale = None if self.global_scale is None else self.global_scale.contiguous()
+        return replace(self, data=self.data.contiguous(), scale=self.scale.contiguous(), global_scale=global_scale)
 
     def __repr__(self) -> str:
         parts = [f"{self.format}", f"shape={tuple(self.shape)}", f"layout={self.layout}"]
