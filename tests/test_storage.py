@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from nibblas import layouts, storage
 from nibblas.formats import MXFP4, NVFP4
-from nibblas.layouts import LAYOUTS, LINEAR
+from nibblas.layouts import LAYOUTS, LINEAR, TiledLayout
 from nibblas.storage import StorageError, load, read_header, save
 from nibblas.tensor import ScaledTensor
 
@@ -46,7 +46,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("data_layout", ["LINEAR", "SHUFFLED_16x16", "ROWS_16x4"])
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if isinstance(LAYOUTS[name], TiledLayout)])
 @pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=str)
 def test_every_fact_survives(tmp_path, format, layout, data_layout):
     tensor = random_tensor(format, 3, 33, 96, layout=LAYOUTS[layout], data_layout=LAYOUTS[data_layout], rotation=32)

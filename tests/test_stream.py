@@ -253,26 +253,26 @@ def test_goes_on_after_being_stopped_anywhere(folder, tmp_path, monkeypatch):
         shutil.rmtree(out)
 
 
-def test_does_not_repeat_finished_work(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_does_not_repeat_finished_work(folder, tmp_path, monkeypatch, lost):
     quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
     want = contents(tmp_path / "out")
     target = tmp_path / "out" / "model-2-of-2.safetensors"
     header = storage.read_header(target)
-    middle = header.entries["model.layers.1.zero.weight"]
-    # All but a byte of this tensor was written; all tensors before it were.
-    (tmp_path / "out" / "model-2-of-2.safetensors.partial").write_bytes(
-        target.read_bytes()[: header.data_start + middle.end - 1]
-    )
+    end = header.data_start + header.entries["model.layers.1.wide.weight.scale"].end
+    (tmp_path / "out" / "model-2-of-2.safetensors.partial").write_bytes(target.read_bytes()[: end - lost])
     target.unlink()
     done = []
     counted = stream.quantize
     monkeypatch.setattr(stream, "quantize", lambda x, *a, **k: done.append(tuple(x.shape)) or counted(x, *a, **k))
     summary = quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
     assert contents(tmp_path / "out") == want
-    assert done == [(1, 128), (4, 128)]  # the check of the options, and the one tensor
+    # The check of the options, the tensor that lost its last byte, and the one after it.
+    assert done == [(1, 128), *[(5, 1024)] * lost, (4, 128)]
     mse = {tensor.name: tensor.relative_mse for tensor in summary.quantized}
     assert mse["model.layers.1.zero.weight"] == 0
-    assert mse["model.layers.1.wide.weight"] is None
+    assert (mse["model.layers.1.wide.weight"] is None) == (lost == 0)
+    assert mse["model.layers.1.bad.weight"] is None
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, None])
@@ -323,6 +323,8 @@ def test_a_partial_of_other_options(folder, tmp_path, overwrite):
         with pytest.raises(StorageError, match=r"model-1-of-2\.safetensors\.partial was made"):
             quantize_checkpoint(folder, tmp_path / "out", "mxfp4")
     else:
+        with open(tmp_path / "out" / "model-1-of-2.safetensors.partial", "ab") as file:
+            file.write(bytes(1 << 20))
         quantize_checkpoint(folder, tmp_path / "out", "mxfp4", overwrite=True)
         quantize_checkpoint(folder, tmp_path / "want", "mxfp4")
         assert contents(tmp_path / "out") == contents(tmp_path / "want")

@@ -334,7 +334,7 @@ def _byte_counts(header: Header, name: str, layout: TiledLayout, rows: int, cols
     """How often each byte occurs in a tensor of (rows, cols) matrices stored in a layout, padding left out: (256,)."""
     counts = torch.zeros(256, dtype=torch.int64)
     padded_rows, padded_cols = layout.shape(rows, cols)
-    tile = layout.tile[0]
+    tile = layout.shape(1, cols)[0]
     step = max(CHUNK_BYTES // max(padded_cols, 1) // tile, 1) * tile
     for start in range(0, header.entries[name].nbytes, max(padded_rows * padded_cols, 1)):
         for row in range(0, rows, step):
@@ -372,7 +372,7 @@ def _scale_statistics(code: ScaleCode, counts: Tensor) -> ScaleStatistics:
         ranked(total - 1),
         int(counts[code.decode(codes) == 0].sum()),
         int(counts[nan].sum()),
-        int(counts[(code.decode(codes) < 0) & ~nan].sum()),
+        int(counts[code.decode(codes) < 0].sum()),
         int(counts[code.largest]),
     )
 
