@@ -321,7 +321,8 @@ def scales_with(value, count=1):
         ({"q.weight_scale": scales_with(0, 384)}, "q.weight: all scales are zero"),
         ({"q.weight": torch.full((N, K // 2), 0x80, dtype=torch.uint8)}, "q.weight: all codes are zero"),
         ({"q.weight_scale": None, "q.weight_scale_2": None}, "q.weight: its scale q.weight_scale is missing"),
-        ({"q.weight_scale_2": None}, "q.weight: its global scale q.weight_scale_2 is missing"),
+        ({"q.weight_scale_2": None}, "q.weight: its global scale q.weight_scale_2 is missing or no float"),
+        ({"q.weight_scale_2": codes(1)}, "q.weight: its global scale q.weight_scale_2 is missing or no float"),
         ({"q.weight_scale_2": f32(math.nan)}, "q.weight: global scale is nan, need positive and finite"),
         ({"q.weight_scale_2": f32(math.inf)}, "q.weight: global scale is inf, need positive and finite"),
         ({"q.weight_scale_2": f32(0.0)}, "q.weight: global scale is 0, need positive and finite"),
@@ -433,7 +434,7 @@ def test_parts_in_other_shards(tmp_path):
     (tmp_path / "2.safetensors").unlink()
     assert inspect_file(tmp_path).all_warnings == [
         "shards that the index names are missing: 2.safetensors",
-        "q.weight: its global scale q.weight_scale_2 is missing",
+        "q.weight: its global scale q.weight_scale_2 is missing or no float",
     ]
 
 
@@ -465,7 +466,7 @@ def test_nibblas_files_in_any_layout(tmp_path, layout, data_layout):
     [
         ("w", "b: w is in the metadata, but its codes are missing"),
         ("w.scale", "w: its scale w.scale is missing"),
-        ("w.global_scale", "w: its global scale w.global_scale is missing"),
+        ("w.global_scale", "w: its global scale w.global_scale is missing or no float"),
     ],
 )
 def test_nibblas_files_that_lack_a_part(tmp_path, lost, warning):
@@ -493,6 +494,37 @@ def test_empty_and_one_dimensional_tensors(tmp_path):
     assert found["empty"].warnings == ()
     assert found["vector"].shape == (32,)
     assert found["vector"].scale.count == 1
+
+
+@pytest.mark.parametrize("naming", [*inspect.NAMINGS, inspect.NIBBLAS], ids=lambda naming: naming.layout + naming.data)
+def test_no_shape_or_dtype_is_too_odd(tmp_path, naming):
+    """Parts of every size and kind under the names that count: a report, whatever it says."""
+    shapes = [(), (0,), (3,), (32,), (2, 0), (4, 16), (2, 4, 16), (2, 4, 1, 16), (1, 2, 2, 2, 16)]
+    dtypes = ["U8", "I8", "U32", "F4", "F8_E4M3", "F8_E8M0", "BF16"]
+    drawn = torch.Generator().manual_seed(0)
+
+    def entry(position):
+        shape = shapes[torch.randint(len(shapes), (), generator=drawn)]
+        dtype = dtypes[torch.randint(len(dtypes), (), generator=drawn)]
+        if (dtype == "F4" and not shape) or shape[-1:] == (3,):
+            dtype = "U8"
+        end = position + math.prod(shape) * storage.DTYPES[dtype].bits // 8
+        return {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}, end
+
+    facts = dict(format="nvfp4", layout="LINEAR", data_layout="LINEAR", matrix=None, global_scale=True)
+    metadata = {"version": 1, "tensors": {"a": facts} if naming is inspect.NIBBLAS else {}}
+    seen = set()
+    for _ in range(300):
+        header, position = {"__metadata__": {"nibblas": json.dumps(metadata)}}, 0
+        for ending in (naming.data, naming.scale, naming.global_scale, naming.activation_scale):
+            if ending is not None and (ending == naming.data or torch.rand((), generator=drawn) < 0.9):
+                header["a" + ending], position = entry(position)
+        text = json.dumps(header).encode()
+        (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(position))
+        report = inspect_file(tmp_path / "a")
+        report.to_json()
+        seen |= {tensor.layout for tensor in report.tensors}
+    assert naming.layout in seen
 
 
 def test_json(tmp_path):

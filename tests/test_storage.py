@@ -229,6 +229,8 @@ def edited(tmp_path, change):
         (lambda f: f.update(version=2), "version 2, this nibblas reads 1"),
         (lambda f: f.pop("version"), "metadata is not understood"),
         (lambda f: f.pop("tensors"), "metadata is not understood"),
+        (lambda f: f.update(tensors=[]), "metadata is not understood"),
+        (lambda f: f["tensors"].update(w=1), "metadata is not understood"),
         (lambda f: f.update(drop=["w.scale"]), r"w lacks w\.scale$"),
         (lambda f: f.update(drop=["w", "w.global_scale"]), r"w lacks w, w\.global_scale$"),
         (lambda f: f["tensors"]["w"].update(format="int4"), "w can't be read: format 'int4' is unknown"),

@@ -121,7 +121,9 @@ class Header:
         try:
             facts = json.loads(self.metadata[METADATA_KEY])
             version, tensors = facts["version"], facts["tensors"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(item, dict) for item in (tensors, *tensors.values())):
+                raise ValueError("tensors is not a table of tables")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(f"{self.path}: the nibblas metadata is not understood ({error!r})") from error
         if version != VERSION:
             raise StorageError(f"{self.path}: nibblas metadata has version {version!r}, this nibblas reads {VERSION}")

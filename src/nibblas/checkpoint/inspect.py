@@ -27,6 +27,7 @@ CHUNK_BYTES = 8 << 20
 # A global_scale outside is one that was stored as its inverse, or that wastes the range of e4m3.
 GLOBAL_SCALE_RANGE = (2.0**-30, 2.0**10)
 CODES_A_UNIT = {"U8": 2, "I8": 2, "U32": 8, "F4": 1}  # codes that one step of the last dimension holds
+FLOATS = ("F32", "BF16", "F16", "F64")
 # Code and block_size that a scale's dtype allows. A U8 scale may be either; its shape decides.
 SCALE_CODES = {
     "F8_E4M3": ((E4M3, 16), (E4M3, 32)),
@@ -220,9 +221,10 @@ class _Checkpoint:
         ]
 
     def _match(self, name: str) -> _Weight | None:
-        dtype = self.entry(name).dtype
+        entry = self.entry(name)
         for naming in NAMINGS:
-            if not name.endswith(naming.data) or dtype not in naming.data_dtypes:
+            dimensions = 3 if naming.layout == "gpt-oss" else 2
+            if not name.endswith(naming.data) or entry.dtype not in naming.data_dtypes or len(entry.shape) < dimensions:
                 continue
             weight = self._weight(naming, name)
             if weight.scale and self.entry(weight.scale).dtype in naming.scale_dtypes:
@@ -236,13 +238,16 @@ class _Checkpoint:
         if naming.layout == "gpt-oss":
             return self.entry(name).shape[-1:] == (16,) and len(self.entry(name).shape) == 4
         packed = naming.data in (".weight_packed", "._weight_qdata") or naming == MODELOPT
-        return packed and len(self.entry(name).shape) > 1 and name not in self.stems
+        return packed and name not in self.stems
 
     def _weight(self, naming: Naming, name: str, facts: dict[str, Any] | None = None) -> _Weight:
         stem = name.removesuffix(naming.data)
         scale, global_scale, activation_scale = (
             stem + ending if ending is not None and stem + ending in self.stored else None
             for ending in (naming.scale, naming.global_scale, naming.activation_scale)
+        )
+        global_scale, activation_scale = (
+            part if part and self.entry(part).dtype in FLOATS else None for part in (global_scale, activation_scale)
         )
         return _Weight(naming, name, scale, global_scale, activation_scale, facts)
 
@@ -271,10 +276,12 @@ class _Geometry:
 
 def _logical_shape(naming: Naming, data: Entry) -> tuple[int, ...]:
     shape = data.shape
+    if not shape:
+        return ()
     if naming.layout == "gpt-oss":
         # (..., N, K / 32, 16)
         shape = (*shape[:-2], shape[-2] * shape[-1])
-    return (*shape[:-1], shape[-1] * CODES_A_UNIT[data.dtype])
+    return (*shape[:-1], shape[-1] * CODES_A_UNIT.get(data.dtype, 1))
 
 
 def _geometry(weight: _Weight, data: Entry, scale: Entry) -> _Geometry | None:
@@ -282,8 +289,6 @@ def _geometry(weight: _Weight, data: Entry, scale: Entry) -> _Geometry | None:
     if weight.facts is not None:
         return _nibblas_geometry(weight.facts, data, scale)
     shape = _logical_shape(weight.naming, data)
-    if len(shape) < 2:
-        return None
     choices: list[tuple[ScaleCode, int]] = list(SCALE_CODES[scale.dtype])
     if weight.global_scale:
         choices.sort(key=lambda choice: choice[0] != E4M3)
@@ -306,7 +311,7 @@ def _geometry(weight: _Weight, data: Entry, scale: Entry) -> _Geometry | None:
             if fits[layout]:
                 return _Geometry(shape, code, block_size, layout)
     for code, block_size in choices:
-        if len(shape) == 3:
+        if len(data.shape) == 3:
             E, half_K, N = data.shape
             K = half_K * CODES_A_UNIT[data.dtype]
             if scale.shape == (E, -(-K // block_size), N):
@@ -315,6 +320,8 @@ def _geometry(weight: _Weight, data: Entry, scale: Entry) -> _Geometry | None:
 
 
 def _nibblas_geometry(facts: dict[str, Any], data: Entry, scale: Entry) -> _Geometry | None:
+    if not data.shape:
+        return None
     try:
         format, matrix = as_format(facts["format"]), facts["matrix"]
         layout, data_layout = as_layout(facts["layout"]), as_layout(facts["data_layout"])
@@ -327,6 +334,7 @@ def _nibblas_geometry(facts: dict[str, Any], data: Entry, scale: Entry) -> _Geom
         fits = fits and scale.shape == (*shape[:-2], *layout.shape(shape[-2], cols))
     else:
         fits = scale.shape == (cols,) and (layout, data_layout) == (LINEAR, LINEAR)
+    fits = fits and data.dtype == scale.dtype == "U8"
     return _Geometry(shape, format.scale_code, format.block_size, layout, data_layout) if fits else None
 
 
@@ -413,12 +421,13 @@ def _tensor_report(checkpoint: _Checkpoint, weight: _Weight) -> TensorReport:
             if marker not in checkpoint.stored:
                 warnings.append(f"no marker {marker}: nibbles are taken as high first because qkv is packed")
     codes = _code_counts(counts)
-    if shape and sum(codes) and codes[0] + codes[8] == sum(codes):
+    if sum(codes) and codes[0] + codes[8] == sum(codes):
         warnings.append("all codes are zero")
     stored_global = _floats(checkpoint, weight.global_scale)
-    needed = weight.facts["global_scale"] if weight.facts else naming.needs_global_scale
+    needed = weight.facts.get("global_scale") if weight.facts else naming.needs_global_scale
     if stored_global is None and needed and (statistics is None or statistics.code == "e4m3") and weight.scale:
-        warnings.append(f"its global scale {weight.data.removesuffix(naming.data)}{naming.global_scale} is missing")
+        expected = weight.data.removesuffix(naming.data) + f"{naming.global_scale}"
+        warnings.append(f"its global scale {expected} is missing or no float")
     warnings += _global_scale_warnings(stored_global, naming.convention, math.prod(shape[:-2]))
     activation_scale = _floats(checkpoint, weight.activation_scale)
     if activation_scale and not all(math.isfinite(value) and value > 0 for value in activation_scale):
