@@ -58,7 +58,10 @@ def run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        app(arguments, prog_name="nibblas")
+        try:
+            app(arguments, prog_name="nibblas")
+        finally:
+            sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:

@@ -8,11 +8,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 
 from nibblas.bench.timing import CPU, free_memory, last_level_cache, torch_threads
+from nibblas.kernels import cpu_library
 from nibblas.problem import arch_of
 from nibblas.roofline import Roofline, device_name, keep, roofline
 
@@ -64,13 +64,10 @@ def _cpu(threads: int) -> tuple[float, dict[str, float]]:
     size = 1024 if threads < 8 else 4096
     bandwidth = _read_bandwidth(CPU, min(max(2 * last_level_cache(), 2**28), free_memory() // 8))
     rates = _rates(CPU, size, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
-    if find_spec("nibblas.kernels.cpu_library"):
-        from nibblas.kernels import cpu_library
-
-        if cpu_library.library() is not None:
-            bandwidth = max(bandwidth, cpu_library.probe_bandwidth(threads))
-            for name, rate in cpu_library.probe_rates(threads).items():
-                rates[name] = max(rates.get(name, 0.0), rate)
+    if cpu_library.library() is not None:
+        bandwidth = max(bandwidth, cpu_library.probe_bandwidth(threads))
+        for name, rate in cpu_library.probe_rates(threads).items():
+            rates[name] = max(rates.get(name, 0.0), rate)
     return bandwidth, rates
 
 
@@ -112,7 +109,10 @@ def _rates(device: torch.device, size: int, dtypes: dict[str, torch.dtype]) -> d
 
 def facts(device: torch.device = CPU) -> dict[str, str]:
     """What a Measurement keeps of the machine beside the device's name: a host's digest, load, driver and clocks."""
-    found = {"host": hashlib.sha256(platform.node().encode()).hexdigest()[:12], "system": f"{platform.system()} {platform.machine()}"}
+    found = {
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     if device.type == "cpu":
         if hasattr(os, "getloadavg"):
             found["load"] = f"{os.getloadavg()[0]:.2f}"
