@@ -74,6 +74,30 @@ def test_forward_is_the_product_with_the_stored_weight(storage, format, dtype, r
         assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
 
 
+def test_the_short_way_is_the_operator(monkeypatch):
+    """Without gradients the kernel is called directly; with them or with replaced buffers, by the operator."""
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
+    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TILED))
+    dispatch.forget()
+    calls = []
+    launch = fp4.launch_linear
+    monkeypatch.setattr(fp4, "launch_linear", lambda *operands: (calls.append(1), launch(*operands)))
+    layer, x = FP4Linear.from_linear(linear(), rotation=16), draw(5, 64)
+    by_operator = layer(x)
+    assert not calls  # the bias takes a gradient
+    with torch.no_grad():
+        assert torch.equal(layer(x), by_operator)
+        assert len(calls) == 1
+        layer._buffers["weight"] = layer.weight * 0
+        assert torch.equal(layer(x), layer.bias.expand(5, 24))
+        other = FP4Linear.from_linear(linear(seed=9), rotation=16)
+        other.bias = layer.bias
+        layer.swap(other.weight_scaled)
+        assert torch.equal(layer(x), other(x))
+        assert len(calls) == 3
+    dispatch.forget()
+
+
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
 def test_leading_dimensions(storage, leading):
     layer = FP4Linear.from_linear(linear())

@@ -32,7 +32,7 @@ from nibblas.kernels import kernels
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.kernels.torch_linear import decode
 from nibblas.layouts import LINEAR, TiledLayout
-from nibblas.operators import as_arguments
+from nibblas.operators import as_arguments, launch_linear
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
 from nibblas.roofline import threads_of
@@ -296,6 +296,7 @@ class FP4Linear(_PackedModule):
         self._activations = activations
         self._tied: list[FP4Linear] = []  # the others that share this weight
         self._spec = ""
+        self._unrotated: ScaledTensor | None = None  # the weight as kernels take it
         self.register_buffer("decoded", None, persistent=False)
         self.register_parameter(
             "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=self.dtype)) if bias else None
@@ -362,12 +363,12 @@ class FP4Linear(_PackedModule):
     def _adopt(self, other: "FP4Linear") -> None:
         for key, value in other._buffers.items():
             self._buffers[key] = value
-        self._layouts, self._spec = dict(other._layouts), other._spec
+        self._layouts, self._spec, self._unrotated = dict(other._layouts), other._spec, other._unrotated
         self.scale_rule, self.rotation = other.scale_rule, other.rotation
 
     def _stored(self, kernel: Kernel) -> None:
-        w = self.weight_scaled
-        self._spec = as_arguments(w)[3]
+        w = replace(self.weight_scaled, rotation=0)
+        self._spec, self._unrotated = as_arguments(w)[3], w
         self.decoded = None
         if kernel.decodes_weights and self._activations == "none":
             _warn_decoded(arch_of(w.device))
@@ -377,6 +378,14 @@ class FP4Linear(_PackedModule):
         for layer in self._tied:
             layer._adopt(self)
 
+    def swap(self, w: ScaledTensor) -> None:
+        """Make w the weight without a copy or another choice of kernel: it is as `weight_scaled` is, in all but values.
+
+        A weight that is kept decoded or shared does not follow.
+        """
+        self._buffers.update(weight=w.data, weight_scale=w.scale, weight_global_scale=w.global_scale)
+        self._unrotated = replace(w, rotation=0) if w.rotation else w
+
     def _apply(self, fn, recurse=True):
         self.decoded = None  # made anew rather than moved
         return super()._apply(fn, recurse)
@@ -385,31 +394,28 @@ class FP4Linear(_PackedModule):
         """x (..., K) bf16, fp16 or fp32 -> (..., N) of x's dtype."""
         if x.shape[-1] != self.in_features or x.dtype not in DTYPE_NAMES or x.device != self.weight.device:
             raise self._refusal(x)
-        rows = x.reshape(-1, self.in_features)
+        y = self._multiply(x.reshape(-1, self.in_features), x.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if self._activations == "fp4":
             a = ops.quantize(rows, self.format, rotation=self.rotation)
-            y = ops.linear(a, self.weight_scaled, self.bias, out_dtype=x.dtype)
-        else:
-            if self.rotation:
-                rows = rotate(rows, self.rotation)
-            if self.decoded is not None:
-                y = self._dense(rows, self.decoded, x.dtype)
-            else:
-                y = torch.ops.nibblas.linear(
-                    rows,
-                    None,
-                    None,
-                    "",
-                    self.weight,
-                    self.weight_scale,
-                    self.weight_global_scale,
-                    self._spec,
-                    self.bias,
-                    None,
-                    False,
-                    x.dtype,
-                )
-        return y.view(*x.shape[:-1], self.out_features)
+            return ops.linear(a, self.weight_scaled, self.bias, out_dtype=dtype)
+        if self.rotation:
+            rows = rotate(rows, self.rotation)
+        return self._packed(rows, dtype) if self.decoded is None else self._dense(rows, self.decoded, dtype)
+
+    def _packed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        w, bias = self._unrotated, self.bias
+        differentiate = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
+        traced = torch.compiler.is_compiling() or type(rows) is not Tensor
+        if differentiate or traced or w is None or w.data is not self.weight:
+            weight = (self.weight, self.weight_scale, self.weight_global_scale, self._spec)
+            return torch.ops.nibblas.linear(rows, None, None, "", *weight, bias, None, False, dtype)
+        # The same without the operator around it, which costs more than a small product.
+        y = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
+        launch_linear(rows, w, bias, y, None, False)
+        return y
 
     def _dense(self, rows: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
         common = torch.promote_types(rows.dtype, decoded.dtype)

@@ -381,20 +381,15 @@ def _rotation(layer: Any, device: torch.device) -> Callable[[], None]:
     beyond = cold_bytes(device)
     if isinstance(layer, FP4Linear) and layer.decoded is None:
         packed = Rotation(layer.weight_scaled, beyond)
-
-        def turn() -> None:
-            w = packed()
-            layer._buffers.update(weight=w.data, weight_scale=w.scale, weight_global_scale=w.global_scale)
-
-        return turn
+        return lambda: layer.swap(packed())
     name = "decoded" if isinstance(layer, FP4Linear) else "weight"
     held: dict[str, Any] = layer._buffers if isinstance(layer, FP4Linear) else layer._parameters
     weights: Rotation[Tensor] = Rotation(held[name], beyond)
 
-    def turn_dense() -> None:
+    def turn() -> None:
         held[name] = weights()
 
-    return turn_dense
+    return turn
 
 
 def _call(layer: nn.Module, rotate: Callable[[], None], x: Tensor) -> Tensor:
