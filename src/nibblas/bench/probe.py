@@ -1,6 +1,7 @@
 """Measuring what a device can do at best: the roofline that floors are named from."""
 
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ from nibblas.kernels import cpu_library
 from nibblas.problem import arch_of
 from nibblas.roofline import Roofline, device_name, keep, roofline
 
-SECONDS = 0.3  # spent on each rate: the best of all runs in that time counts
+SECONDS = 0.3  # spent on each figure, by runs that are short, so that some meet no other process
 
 
 def measure(device: torch.device = CPU, threads: int | None = None, again: bool = False) -> Roofline:
@@ -38,12 +39,12 @@ def measure(device: torch.device = CPU, threads: int | None = None, again: bool 
     return found
 
 
-def _best(run: Callable[[], object], device: torch.device = CPU, seconds: float = SECONDS) -> float:
-    """The shortest of the runs that fit in `seconds`, at least three."""
-    best, runs, start = float("inf"), 0, time.perf_counter()
-    while runs < 3 or time.perf_counter() - start < seconds:
-        best, runs = min(best, _once(run, device)), runs + 1
-    return best
+def _times(run: Callable[[], object], device: torch.device = CPU, seconds: float = SECONDS) -> list[float]:
+    """Seconds of each run that fits in the time, at least three, in ascending order."""
+    times, start = [_once(run, device)], time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - start < seconds:
+        times.append(_once(run, device))
+    return sorted(times)
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
@@ -61,8 +62,8 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _cpu(threads: int) -> tuple[float, dict[str, float]]:
-    size = 1024 if threads < 8 else 4096
-    bandwidth = _read_bandwidth(CPU, min(max(2 * last_level_cache(), 2**28), free_memory() // 8))
+    size = 768 if threads < 8 else 4096
+    bandwidth = _read_bandwidth(CPU, min(max(2 * last_level_cache(), 2**28), free_memory() // 8), 2**25)
     rates = _rates(CPU, size, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
     if cpu_library.library() is not None:
         bandwidth = max(bandwidth, cpu_library.probe_bandwidth(threads))
@@ -76,13 +77,21 @@ def _cuda(device: torch.device) -> tuple[float, dict[str, float]]:
     if torch.cuda.get_device_capability(device) >= (8, 9) and not torch.version.hip:
         dtypes["fp8"] = torch.float8_e4m3fn
     free, _ = torch.cuda.mem_get_info(device)
-    return _read_bandwidth(device, min(2**32, free // 4)), _rates(device, 8192, dtypes)
+    return _read_bandwidth(device, min(2**33, free // 4), 2**31), _rates(device, 8192, dtypes)
 
 
-def _read_bandwidth(device: torch.device, nbytes: int) -> float:
-    """Bytes a second of reductions over a buffer far larger than the caches; the better of a dot product and a sum."""
-    half = torch.ones(2, nbytes // 8, dtype=torch.float32, device=device)
-    return half.nbytes / min(_best(lambda: torch.dot(half[0], half[1]), device), _best(half.sum, device))
+def _read_bandwidth(device: torch.device, nbytes: int, piece: int) -> float:
+    """Bytes a second of dot products and sums over pieces of a buffer far larger than the caches.
+
+    Of the better of the two, the best tenth: a neighbour's work slows a piece down, what a cache kept speeds one up.
+    """
+    pieces = torch.ones(max(nbytes // piece, 1), 2, piece // 8, dtype=torch.float32, device=device)
+    turn = itertools.cycle(pieces)
+    best = float("inf")
+    for reduce in (lambda: torch.dot(*next(turn)), lambda: next(turn).sum()):
+        times = _times(reduce, device)
+        best = min(best, times[len(times) // 10])
+    return pieces[0].nbytes / best
 
 
 def _rates(device: torch.device, size: int, dtypes: dict[str, torch.dtype]) -> dict[str, float]:
@@ -103,7 +112,7 @@ def _rates(device: torch.device, size: int, dtypes: dict[str, torch.dtype]) -> d
             product()
         except RuntimeError:
             continue
-        rates[name] = operations / _best(product, device)
+        rates[name] = operations / _times(product, device)[0]
     return rates
 
 

@@ -36,10 +36,8 @@ from nibblas.tensor import ScaledTensor
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
 BASELINE = "torch bf16"
-# Scale bytes drawn for weights against dense activations: every finite e4m3 that is not negative; the e8m0 whose
-# products stay normal in fp32. Two FP4 operands share the range between them.
-SCALE_BYTES = {"nvfp4": (0, 0x7E), "mxfp4": (107, 129)}
-SCALE_BYTES_OF_TWO = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
+# Scale bytes as quantized weights have them, for what is timed: a kernel may have a slow path for extremes.
+USUAL_SCALES = {"nvfp4": (80, 0x7E), "mxfp4": (115, 123)}
 # Scales of one row lie this close, or its larger blocks would hide an error in the smaller ones.
 SPREAD = {"nvfp4": 16, "mxfp4": 4}
 GRAPH = 512  # launches in a CUDA graph, at most
@@ -143,16 +141,20 @@ def sweep(
     line = probe.measure(device, threads)
     total = len(shapes) * len(wanted) * len(Ms)
     results: list[Result] = []
+    cold = cold_bytes(device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with on_device, with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
-            dense = {dtype: _rotation(torch.randn(N, K, dtype=dtype, device=device)) for dtype in TORCH.values()}
+            dense = {dtype: _rotation(torch.randn(N, K, dtype=dtype, device=device), cold) for dtype in TORCH.values()}
             for format in wanted:
-                operands = _Operands.drawn(max(Ms), N, K, format, activations, device)
+                legal = legal_scales(format, activations)
+                hard = _Operands.drawn(max(Ms), N, K, format, activations, legal, 0, device)
+                usual = _Operands.drawn(max(Ms), N, K, format, activations, USUAL_SCALES[format.name], cold, device)
                 for M in Ms:
                     if progress:
                         progress(len(results), total, f"{format} {M} x {N} x {K}")
-                    results.append(_run(operands, M, dense, chosen, line, device, rounds, seconds))
+                    run = _Run(usual, hard, hard.covers(legal), M, dense, line, device)
+                    results.append(run.result(chosen, rounds, seconds))
     dispatch.forget()
     return results
 
@@ -171,9 +173,8 @@ def _named(names: Sequence[str] | None) -> list[Kernel]:
     return [kernel for kernel in linear if names is None or kernel.name in names]
 
 
-def _rotation(operand):
-    device = operand.device
-    return Rotation(operand, cold_bytes(device), GRAPH if device.type == "cuda" else MAX_COPIES)
+def _rotation(operand, beyond: int):
+    return Rotation(operand, beyond, GRAPH if operand.device.type == "cuda" else MAX_COPIES)
 
 
 # --- operands ------------------------------------------------------------------------------------------------------
@@ -188,23 +189,34 @@ class _Operands:
     out: torch.dtype
     exact: Tensor  # (max M, N) float64
     size: Tensor  # (max M, N) float64: what errors are compared with
-    hardened: bool
+    beyond: int  # bytes that the copies span
     rotations: dict[tuple[str, str], Rotation[ScaledTensor]]
 
     @classmethod
-    def drawn(cls, M: int, N: int, K: int, format: Format, activations: str, device: torch.device) -> "_Operands":
+    def drawn(
+        cls,
+        M: int,
+        N: int,
+        K: int,
+        format: Format,
+        activations: str,
+        scales: tuple[int, int],
+        beyond: int,
+        device: torch.device,
+    ) -> "_Operands":
         generator = torch.Generator().manual_seed(0)
+        out = torch.bfloat16 if activations == "fp4" else DTYPES[activations]
         a: Tensor | ScaledTensor
         if activations == "fp4":
-            scale_bytes = SCALE_BYTES_OF_TWO[format.name]
-            a, out = draw(M, K, format, scale_bytes, generator).to(device), torch.bfloat16
+            a = draw(M, K, format, scales, generator).to(device)
         else:
-            scale_bytes, out = SCALE_BYTES[format.name], DTYPES[activations]
             a = torch.randn(M, K, generator=generator).to(out).to(device)
-        b = draw(N, K, format, scale_bytes, generator).to(device)
-        legal = torch.arange(format.scale_code.largest + 1)
-        hardened = len(b.data.unique()) == 256 and bool(torch.isin(legal, b.scale.unique().cpu()).all())
-        return cls(a, b, out, reference.matmul(a, b), reference.magnitude(a, b), hardened, {})
+        b = draw(N, K, format, scales, generator).to(device)
+        return cls(a, b, out, reference.matmul(a, b), reference.magnitude(a, b), beyond, {})
+
+    def covers(self, scales: tuple[int, int]) -> bool:
+        """Whether b has all pairs of codes and all of these scale bytes."""
+        return len(self.b.data.unique()) == 256 and len(self.b.scale.unique()) == scales[1] - scales[0] + 1
 
     def problem(self, M: int) -> Problem:
         """The question, for weights in LINEAR layouts."""
@@ -217,8 +229,26 @@ class _Operands:
 
     def weights(self, layouts: tuple[str, str]) -> Rotation[ScaledTensor]:
         if layouts not in self.rotations:
-            self.rotations[layouts] = _rotation(self.b.with_layout(*layouts))
+            self.rotations[layouts] = _rotation(self.b.with_layout(*layouts), self.beyond)
         return self.rotations[layouts]
+
+    def check(self, kernel: Kernel, problem: Problem) -> tuple[float, str | None]:
+        """`compare` for what the kernel makes of these operands."""
+        M = problem.M
+        out = torch.full((M, problem.N), torch.nan, dtype=self.out, device=self.b.device)
+        kernel.launch(self.rows(M), self.weights(problem.b_layouts)(), None, out)
+        return compare(out, self.exact[:M], self.size[:M], problem.K)
+
+
+def legal_scales(format: Format, activations: str) -> tuple[int, int]:
+    """Lowest and highest scale byte that a kernel must get right: those with which the result stays finite.
+
+    Every e4m3 that is not negative; e8m0 up to 240 with activations near 1 (129 where the result is fp16), and a range
+    in the middle where both operands have scales.
+    """
+    if format.has_global_scale:
+        return 0, format.scale_code.largest
+    return {"fp4": (64, 183), "fp16": (0, 129)}.get(activations, (0, 240))
 
 
 def draw(rows: int, K: int, format: Format, scale_bytes: tuple[int, int], generator: torch.Generator) -> ScaledTensor:
@@ -259,25 +289,110 @@ def compare(got: Tensor, exact: Tensor, size: Tensor, K: int) -> tuple[float, st
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A kernel that gave the right answer on weights in one pair of layouts, ready to be timed."""
+class _Timeable:
+    """A kernel that gave the right answers on weights in one pair of layouts."""
 
     kernel: Kernel
     problem: Problem
-    call: Callable[[], object]
-    weights: Rotation[ScaledTensor]
     error: float
 
 
-def _prepare(kernel: Kernel, problem: Problem, operands: _Operands, device: torch.device) -> _Run | str:
-    """The kernel checked against the oracle, or what is wrong with its output."""
-    M = problem.M
-    a, weights = operands.rows(M), operands.weights(problem.b_layouts)
-    out = torch.full((M, problem.N), torch.nan, dtype=operands.out, device=device)
-    call = partial(_launch, kernel, a, weights, out)
-    call()
-    error, fault = compare(out, operands.exact[:M], operands.size[:M], problem.K)
-    return fault or _Run(kernel, problem, call, weights, error)
+@dataclass(frozen=True)
+class _Run:
+    """One problem: operands to time, and others, with all legal scales, to check on."""
+
+    usual: _Operands
+    hard: _Operands
+    hardened: bool
+    M: int
+    dense: dict[torch.dtype, Rotation[Tensor]]
+    line: Roofline
+    device: torch.device
+
+    def result(self, kernels: Sequence[Kernel], rounds: int, seconds: float) -> Result:
+        """Check all kernels, then time the right ones and torch."""
+        plain = self.usual.problem(self.M)
+        right: dict[str, _Timeable] = {}
+        wrong: dict[str, str] = {}
+        unable: dict[str, str] = {}
+        for kernel in kernels:
+            layouts = [(scale.name, data.name) for scale, data in kernel.b_layouts or ((LINEAR, LINEAR),)]
+            for pair in layouts:
+                problem = replace(plain, b_layouts=pair)
+                name = kernel.name if len(layouts) == 1 else f"{kernel.name} {'/'.join(dict.fromkeys(pair))}"
+                if why_not := kernel.why_not(problem):
+                    unable[name] = why_not
+                    continue
+                _, fault = self.hard.check(kernel, problem)
+                error, usual_fault = self.usual.check(kernel, problem)
+                if fault or usual_fault:
+                    wrong[name] = fault or usual_fault or ""
+                else:
+                    right[name] = _Timeable(kernel, problem, error)
+
+        choices = {t.problem: dispatch.choose(t.problem, self.device) for t in right.values()}
+        samples = self.samples(right, rounds, seconds)
+        floor = self.line.floor(plain)
+        timed = []
+        for name, taken in samples.items():
+            against, found = paired_ratio(samples[BASELINE], taken), right.get(name)
+            if found:
+                chosen = choices[found.problem] is found.kernel
+                timed.append(Timed(name, found.problem, taken, against, found.error, chosen))
+            else:
+                timed.append(Timed(name, None, taken, against, None, False))
+        timed.sort(key=lambda t: t.median)
+        measurements = self.measurements(right, timed, floor)
+        return Result(plain, self.line.device, self.line.threads, floor, tuple(timed), wrong, unable, measurements)
+
+    def rotations(self, right: dict[str, _Timeable]) -> list[Rotation]:
+        return [*(self.usual.weights(t.problem.b_layouts) for t in right.values()), *self.dense.values()]
+
+    def samples(self, right: dict[str, _Timeable], rounds: int, seconds: float) -> dict[str, tuple[float, ...]]:
+        a, N, K = self.usual.rows(self.M), *self.usual.b.shape
+        out = torch.empty(self.M, N, dtype=self.usual.out, device=self.device)
+        functions: dict[str, Callable[[], object]] = {
+            name: partial(_launch, t.kernel, a, self.usual.weights(t.problem.b_layouts), out)
+            for name, t in right.items()
+        }
+        for name, dtype in TORCH.items():
+            functions[name] = partial(
+                _torch, torch.randn(self.M, K, dtype=dtype, device=self.device), self.dense[dtype]
+            )
+        launches = max(len(rotation.copies) for rotation in self.rotations(right))
+        return interleaved(functions, rounds=rounds, device=self.device, seconds=seconds, launches=launches)
+
+    def measurements(
+        self, right: dict[str, _Timeable], timed: Sequence[Timed], floor: float
+    ) -> tuple[Measurement, ...]:
+        plain = self.usual.problem(self.M)
+        threads = f" --threads {self.line.threads}" if self.line.threads else ""
+        activations = "fp4" if plain.a == plain.b else plain.a
+        cold = all(rotation.is_cold for rotation in self.rotations(right))
+        calls = "graphs of launches" if self.device.type == "cuda" else "single calls"
+        when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(self.device)
+        return tuple(
+            Measurement(
+                kernel=right[t.name].kernel.name,
+                digest=right[t.name].kernel.digest,
+                problem=right[t.name].problem,
+                device=self.line.device,
+                threads=self.line.threads,
+                when=when,
+                command=f"nibblas bench --shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} "
+                f"--activations {activations}{threads}",
+                method=f"{'cold weights' if cold else 'weights partly in the caches'}, {calls}, interleaved",
+                samples=t.samples,
+                floor=floor,
+                error=t.error,
+                hardened=self.hardened,
+                beside={other.name: other.median for other in timed if other is not t},
+                versions=_versions(),
+                facts=facts,
+            )
+            for t in timed
+            if t.name in right
+        )
 
 
 def _launch(kernel: Kernel, a: Tensor | ScaledTensor, weights: Rotation[ScaledTensor], out: Tensor) -> None:
@@ -286,84 +401,6 @@ def _launch(kernel: Kernel, a: Tensor | ScaledTensor, weights: Rotation[ScaledTe
 
 def _torch(x: Tensor, weights: Rotation[Tensor]) -> Tensor:
     return torch.nn.functional.linear(x, weights())
-
-
-def _run(
-    operands: _Operands,
-    M: int,
-    dense: dict[torch.dtype, Rotation[Tensor]],
-    kernels: Sequence[Kernel],
-    line: Roofline,
-    device: torch.device,
-    rounds: int,
-    seconds: float,
-) -> Result:
-    plain = operands.problem(M)
-    runs: dict[str, _Run] = {}
-    wrong: dict[str, str] = {}
-    unable: dict[str, str] = {}
-    for kernel in kernels:
-        layouts = [(scale.name, data.name) for scale, data in kernel.b_layouts or ((LINEAR, LINEAR),)]
-        for pair in layouts:
-            problem = replace(plain, b_layouts=pair)
-            name = kernel.name if len(layouts) == 1 else f"{kernel.name} {'/'.join(pair)}"
-            if why_not := kernel.why_not(problem):
-                unable[name] = why_not
-                continue
-            run = _prepare(kernel, problem, operands, device)
-            if isinstance(run, str):
-                wrong[name] = run
-            else:
-                runs[name] = run
-
-    choices = {run.problem: dispatch.choose(run.problem, device) for run in runs.values()}
-    functions = {name: run.call for name, run in runs.items()}
-    for name, dtype in TORCH.items():
-        functions[name] = partial(_torch, torch.randn(M, plain.K, dtype=dtype, device=device), dense[dtype])
-    rotations: list[Rotation] = [run.weights for run in runs.values()]
-    rotations += dense.values()
-    launches = max(len(rotation.copies) for rotation in rotations)
-    samples = interleaved(functions, rounds=rounds, device=device, seconds=seconds, launches=launches)
-
-    floor = line.floor(plain)
-    timed = []
-    for name, taken in samples.items():
-        against = paired_ratio(samples[BASELINE], taken)
-        if name in runs:
-            run = runs[name]
-            chosen = choices[run.problem] is run.kernel
-            timed.append(Timed(name, run.problem, taken, against, run.error, chosen))
-        else:
-            timed.append(Timed(name, None, taken, against, None, False))
-    timed.sort(key=lambda t: t.median)
-
-    threads = f" --threads {line.threads}" if line.threads else ""
-    activations = "fp4" if plain.a == plain.b else plain.a
-    cold = "cold weights" if all(rotation.is_cold for rotation in rotations) else "weights partly in the caches"
-    calls = "graphs of launches" if device.type == "cuda" else "single calls"
-    when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(device)
-    measurements = [
-        Measurement(
-            kernel=run.kernel.name,
-            digest=run.kernel.digest,
-            problem=run.problem,
-            device=line.device,
-            threads=line.threads,
-            when=when,
-            command=f"nibblas bench --shapes {plain.N}x{plain.K} --M {M} --formats {plain.b} "
-            f"--activations {activations}{threads}",
-            method=f"{cold}, {calls}, interleaved",
-            samples=samples[name],
-            floor=floor,
-            error=run.error,
-            hardened=operands.hardened,
-            beside={t.name: t.median for t in timed if t.name != name},
-            versions=_versions(),
-            facts=facts,
-        )
-        for name, run in runs.items()
-    ]
-    return Result(plain, line.device, line.threads, floor, tuple(timed), wrong, unable, tuple(measurements))
 
 
 def _versions() -> dict[str, str]:
@@ -393,6 +430,12 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         return
     threads = f", {results[0].threads} thread{'s' * (results[0].threads > 1)}" if results[0].threads else ""
     console.print(f"{results[0].device}{threads}", highlight=False)
+    if any(t.problem and t.median < r.floor for r in results for t in r.timed):
+        console.print(
+            "Something beat the floor: weights were partly in the caches, or this machine was busy when its limits "
+            "were measured (`nibblas doctor --again`).",
+            highlight=False,
+        )
     regrets = {(r.problem, layouts): lost for r in results for layouts, lost in r.regret.items()}
     if regrets:
         (problem, layouts), worst = max(regrets.items(), key=lambda item: item[1])
