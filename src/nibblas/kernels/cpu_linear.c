@@ -1,0 +1,1017 @@
+/* out = a @ b.T with FP4 weights b. cpu_linear.py says what is computed; here is how.
+ *
+ * Weights are taken 16 rows (a group) at a time as "lines": 64 bytes hold 8 k of each row, a row a 32-bit lane (layout
+ * ROWS_16x4); the scales of a block are 16 bytes (ROWS_16x1). LINEAR weights are transposed into such lines in L1.
+ *
+ * Tiers:
+ *   amx       codes times scales, exact in bf16, become panels of B tiles; for more than a few rows.
+ *   avx512    codes become bf16 pairs by vpermw; vdpbf16ps sums a block, one fp32 FMA a block applies the scale.
+ *   avx2      codes times scales become fp32 panels for FMA.
+ *   portable  the same in double. It also takes what the others could get wrong: rows of activations so small or large
+ *             that a product leaves the normal fp32 numbers (vdpbf16ps and AMX flush subnormals).
+ *
+ * A row of fp16 or fp32 activations is the exact sum of 2 or 3 rows of bf16 ("terms"), whose results are added.
+ * Threads share out groups, never a sum: results do not depend on their number.
+ */
+#include "cpu_common.h"
+
+typedef struct {
+    const void *data;
+    const uint8_t *scale;          /* FP4 only */
+    int64_t data_stride;           /* a row: elements if dense, bytes if FP4 */
+    int64_t scale_stride;          /* a row: bytes */
+    int32_t dtype;                 /* FP32, BF16, FP16 or FP4 */
+    int32_t tiled;                 /* FP4 in ROWS_16x4 and ROWS_16x1; else LINEAR */
+    float global_scale;
+} Operand;
+
+typedef struct {
+    int64_t M, N, K;
+    Operand a, b;
+    const void *bias;              /* (N,) or NULL */
+    void *out;
+    int64_t out_stride;            /* elements */
+    int32_t format, bias_dtype, out_dtype, threads, tier;
+} Linear;
+
+enum {
+    LANES = 16,                    /* rows of weights in a group */
+    LINE_K = 8,                    /* k in a line */
+    CHUNK_K = 1024,                /* k of a group decoded or transposed at a time, at most */
+    STEP_K = 32,                   /* activations lie in pieces of so many k: a row of an AMX tile */
+    ROWS_AT_ONCE = 512,            /* bf16 rows of activations that are prepared at a time, at most */
+    EXACT_ROWS = 32,               /* rows of activations in double at a time, at most */
+    EXACT_K = 128,
+};
+
+INLINE int block_size(int format) { return format == NVFP4 ? 16 : 32; }
+
+INLINE int64_t groups_of(const Linear *p) { return (p->N + LANES - 1) / LANES; }
+
+/* --- weights as lines ----------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint8_t *lines;          /* [k / 8][16 rows][4 bytes] */
+    const uint8_t *scales;         /* [k / block_size][16 rows] */
+} Lines;
+
+typedef struct {
+    /* What LINEAR weights are transposed into; room for a whole vector more than a chunk needs. */
+    _Alignas(64) uint8_t lines[CHUNK_K / LINE_K * 64 + 1024];
+    uint8_t scales[CHUNK_K + 1024];
+} LinesBuffer;
+
+/* bytes of LINEAR rows first..first+15 -> [bytes / unit][16][unit]. Rows past the last repeat it. */
+INLINE void gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to) {
+    for (int64_t r = 0; r < LANES; r++) {
+        const uint8_t *row = from + (r < rows ? r : rows - 1) * stride;
+        for (int64_t i = 0; i < bytes / unit; i++) memcpy(to + (i * LANES + r) * unit, row + i * unit, unit);
+    }
+}
+
+typedef void Gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to);
+
+static void gather_portable(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to) {
+    if (unit == 4)
+        gather(from, stride, rows, bytes, 4, to);
+    else
+        gather(from, stride, rows, bytes, 1, to);
+}
+
+/* Lines of group g for k in k0..k1, k1 - k0 <= CHUNK_K unless the weights are tiled. */
+INLINE Lines lines_of(const Linear *p, int64_t g, int64_t k0, int64_t k1, Gather *gather_lines, LinesBuffer *buffer) {
+    const Operand *b = &p->b;
+    const int block = block_size(p->format);
+    const int64_t row = g * LANES;
+    const uint8_t *data = (const uint8_t *)b->data + row * b->data_stride, *scale = b->scale + row * b->scale_stride;
+    if (b->tiled) return (Lines){data + k0 / LINE_K * 64, scale + k0 / block * LANES};
+    const int64_t rows = min64(LANES, p->N - row);
+    gather_lines(data + k0 / 2, b->data_stride, rows, (k1 - k0) / 2, 4, buffer->lines);
+    gather_lines(scale + k0 / block, b->scale_stride, rows, (k1 - k0) / block, 1, buffer->scales);
+    return (Lines){buffer->lines, buffer->scales};
+}
+
+/* --- results -------------------------------------------------------------------------------------------------------- */
+
+/* Store a group of one row of results: sums times a power of two, global scales, bias, one narrowing. */
+INLINE void store_row(const Linear *p, int64_t m, int64_t g, double factor, const float *sums) {
+    const int64_t n = g * LANES, columns = min64(LANES, p->N - n);
+    float value[LANES], bias[LANES] = {0};
+    if (p->bias)
+        for (int64_t j = 0; j < columns; j++) bias[j] = load_float(p->bias, n + j, p->bias_dtype);
+    for (int j = 0; j < LANES; j++)
+        value[j] = (float)(sums[j] * factor) * p->a.global_scale * p->b.global_scale + bias[j];
+    const int64_t at = m * p->out_stride + n;
+    if (columns < LANES) {
+        for (int64_t j = 0; j < columns; j++) store_float(p->out, at + j, p->out_dtype, value[j]);
+    } else if (p->out_dtype == FP32) {
+        for (int j = 0; j < LANES; j++) store_float(p->out, at + j, FP32, value[j]);
+    } else if (p->out_dtype == BF16) {
+        for (int j = 0; j < LANES; j++) store_float(p->out, at + j, BF16, value[j]);
+    } else {
+        for (int j = 0; j < LANES; j++) store_float(p->out, at + j, FP16, value[j]);
+    }
+}
+
+/* Add up the terms of each row, the smallest first, and store: sums[rows * terms][stride], a group wide. */
+INLINE void store_rows(const Linear *p, int64_t m0, int64_t rows, int64_t g, int terms, double factor,
+                       const float *sums, int64_t stride) {
+    for (int64_t m = 0; m < rows; m++) {
+        float total[LANES];
+        const float *row = sums + m * terms * stride;
+        for (int j = 0; j < LANES; j++) total[j] = row[(terms - 1) * stride + j];
+        for (int t = terms - 2; t >= 0; t--)
+            for (int j = 0; j < LANES; j++) total[j] += row[t * stride + j];
+        store_row(p, m0 + m, g, factor, total);
+    }
+}
+
+/* --- portable: everything in double --------------------------------------------------------------------------------- */
+
+static void exact_row(const Linear *p, int64_t m, double *x) {
+    const Operand *a = &p->a;
+    if (a->dtype != FP4) {
+        for (int64_t k = 0; k < p->K; k++) x[k] = load_float(a->data, m * a->data_stride + k, a->dtype);
+        return;
+    }
+    const int block = block_size(p->format);
+    const uint8_t *codes = (const uint8_t *)a->data + m * a->data_stride, *scale = a->scale + m * a->scale_stride;
+    for (int64_t k = 0; k < p->K; k += 2) {
+        const double s = scale_decode(scale[k / block], p->format);
+        x[k] = E2M1_VALUES[codes[k / 2] & 15] * s;
+        x[k + 1] = E2M1_VALUES[codes[k / 2] >> 4] * s;
+    }
+}
+
+/* The listed rows of one group, in double: x[count][K], results to out. */
+static void exact_group(const Linear *p, const int64_t *rows, int count, const double *x, int64_t g,
+                        LinesBuffer *buffer) {
+    const int block = block_size(p->format);
+    double sums[EXACT_ROWS][LANES] = {{0}}, panel[EXACT_K][LANES];
+    for (int64_t k0 = 0; k0 < p->K; k0 += EXACT_K) {
+        const int64_t k1 = min64(p->K, k0 + EXACT_K);
+        const Lines w = lines_of(p, g, k0, k1, gather_portable, buffer);
+        for (int64_t k = 0; k < k1 - k0; k += block) {
+            double scale[LANES];
+            for (int r = 0; r < LANES; r++) scale[r] = scale_decode(w.scales[k / block * LANES + r], p->format);
+            for (int64_t i = k; i < k + block; i++) {
+                const uint8_t *bytes = w.lines + i / LINE_K * 64 + i % LINE_K / 2;
+                for (int r = 0; r < LANES; r++)
+                    panel[i][r] = E2M1_VALUES[bytes[r * 4] >> (i % 2 * 4) & 15] * scale[r];
+            }
+        }
+        for (int m = 0; m < count; m++) {
+            double sum[LANES];
+            const double *row = x + m * p->K + k0;
+            memcpy(sum, sums[m], sizeof sum);
+            for (int64_t k = 0; k < k1 - k0; k++)
+                for (int r = 0; r < LANES; r++) sum[r] += row[k] * panel[k][r];
+            memcpy(sums[m], sum, sizeof sum);
+        }
+    }
+    const double global_scale = (double)p->a.global_scale * p->b.global_scale;
+    Linear rest = *p;
+    rest.a.global_scale = rest.b.global_scale = 1;
+    for (int m = 0; m < count; m++) {
+        float sum[LANES];
+        for (int r = 0; r < LANES; r++) sum[r] = (float)(sums[m][r] * global_scale);
+        store_row(&rest, rows[m], g, 1, sum);
+    }
+}
+
+/* The listed rows of all groups, or of those marked in `only`. */
+static int exact_rows(const Linear *p, const int64_t *rows, int64_t count, const uint8_t *only) {
+    const int64_t at_once = min64(count, EXACT_ROWS), groups = groups_of(p);
+    double *x = allocate(at_once * p->K * sizeof(double));
+    if (!x) return -1;
+    for (int64_t first = 0; first < count; first += at_once) {
+        const int64_t some = min64(at_once, count - first);
+#pragma omp parallel num_threads(p->threads)
+        {
+            const unsigned old = exact_float();
+            LinesBuffer buffer;
+#pragma omp for
+            for (int64_t m = 0; m < some; m++) exact_row(p, rows[first + m], x + m * p->K);
+#pragma omp for schedule(dynamic)
+            for (int64_t g = 0; g < groups; g++)
+                if (!only || only[g]) exact_group(p, rows + first, (int)some, x, g, &buffer);
+            restore_float(old);
+        }
+    }
+    free(x);
+    return 0;
+}
+
+static int exact_range(const Linear *p, int64_t m0, int64_t count, const uint8_t *only) {
+    int64_t rows[ROWS_AT_ONCE];
+    for (int64_t m = 0; m < count; m++) rows[m] = m0 + m;
+    return exact_rows(p, rows, count, only);
+}
+
+static int portable_linear(const Linear *p) {
+    for (int64_t m = 0; m < p->M; m += ROWS_AT_ONCE)
+        if (exact_range(p, m, min64(ROWS_AT_ONCE, p->M - m), NULL)) return -1;
+    return 0;
+}
+
+/* --- activations ---------------------------------------------------------------------------------------------------- */
+
+#ifdef NIBBLAS_X86
+
+/* Magnitudes of a row's finite elements other than zero, as fp32 bits: smallest and largest (largest 0 if none). */
+typedef struct {
+    uint32_t smallest, largest;
+} Span;
+
+static const Span NOT_TAME = {1, 0x7F000000u};
+
+INLINE int exponent_of(uint32_t bits) { return (int)(bits >> 23) - 127; }
+
+/* Bits below the leading one in which an element can have ones. */
+INLINE int fraction_bits(int dtype) { return dtype == FP32 ? 23 : dtype == FP16 ? 10 : 7; }
+
+INLINE int terms_of(int dtype) { return dtype == FP32 ? 3 : dtype == FP16 ? 2 : 1; }
+
+/* Whether sums of products of such elements with codes, in any order, are 0 or normal in fp32, so that flushing
+ * subnormals changes nothing: the smallest product is 0.5 times the smallest element's last bit. */
+INLINE int is_tame(Span span, int dtype) {
+    if (!span.largest) return 1;
+    return exponent_of(span.smallest) - fraction_bits(dtype) - 1 >= -126 && exponent_of(span.largest) < 40;
+}
+
+typedef struct {
+    int64_t m0, rows;              /* rows of a that are prepared */
+    int terms;                     /* prepared rows a row of a */
+    int64_t height;                /* prepared rows in a tile */
+    int64_t tile;                  /* elements in a tile of `height` rows of all K */
+    void *x;                       /* [tiles][K / 32][height][32] bf16, in the order of decoded lines; avx2: fp32, k in order */
+} Rows;
+
+/* Elements from a piece of a row to its next. */
+INLINE int64_t step_of(const Rows *rows) { return rows->height * STEP_K; }
+
+INLINE int64_t offset_of(const Rows *rows, int64_t m) {
+    return m / rows->height * rows->tile + m % rows->height * STEP_K;
+}
+
+/* --- avx2 ----------------------------------------------------------------------------------------------------------- */
+
+enum { PANEL2_K = 128 };
+
+TARGET_AVX2 static Span prepare_avx2(const Linear *p, int64_t m, float *x) {
+    const Operand *a = &p->a;
+    if (a->dtype == FP4) {
+        const int block = block_size(p->format);
+        const uint8_t *codes = (const uint8_t *)a->data + m * a->data_stride, *scale = a->scale + m * a->scale_stride;
+        for (int64_t k0 = 0; k0 < p->K; k0 += block) {
+            const float s = scale_decode(scale[k0 / block], p->format);
+            for (int64_t k = k0; k < k0 + block; k += 2) {
+                x[k] = E2M1_VALUES[codes[k / 2] & 15] * s;
+                x[k + 1] = E2M1_VALUES[codes[k / 2] >> 4] * s;
+            }
+            /* 6 * 2^126 is no fp32: leave the row to the exact path. */
+            if (p->format == MXFP4 && scale[k0 / block] != 255 && scale[k0 / block] > 252) return NOT_TAME;
+        }
+    } else if (a->dtype == FP32) {
+        memcpy(x, (const float *)a->data + m * a->data_stride, p->K * sizeof(float));
+    } else if (a->dtype == BF16) {
+        for (int64_t k = 0; k < p->K; k++) x[k] = load_float(a->data, m * a->data_stride + k, BF16);
+    } else {
+        for (int64_t k = 0; k < p->K; k++) x[k] = load_float(a->data, m * a->data_stride + k, FP16);
+    }
+    uint32_t below = 0xFFFFFFFFu, largest = 0;
+    for (int64_t k = 0; k < p->K; k++) {
+        const uint32_t magnitude = bits_of(x[k]) & 0x7FFFFFFF, finite = magnitude < 0x7F800000u ? magnitude : 0;
+        below = magnitude - 1 < below ? magnitude - 1 : below;
+        largest = finite > largest ? finite : largest;
+    }
+    return (Span){below + 1, largest};
+}
+
+/* Lines -> values with their scales, fp32 [k][16]. */
+TARGET_AVX2 static void panel_avx2(Lines w, int64_t K, int format, float *panel) {
+    const int block = block_size(format);
+    const __m256 magnitudes = _mm256_loadu_ps(E2M1_VALUES);
+    const __m256i sign = _mm256_set1_epi32((int)0x80000000u);
+    for (int64_t k0 = 0; k0 < K; k0 += block) {
+        float scales[LANES];
+        for (int r = 0; r < LANES; r++) scales[r] = scale_decode(w.scales[k0 / block * LANES + r], format);
+        for (int half = 0; half < 2; half++) {
+            const __m256 scale = _mm256_loadu_ps(scales + 8 * half);
+            for (int64_t k = k0; k < k0 + block; k += LINE_K) {
+                const __m256i codes = _mm256_loadu_si256((const __m256i *)(w.lines + k / LINE_K * 64 + 32 * half));
+#pragma GCC unroll 8
+                for (int i = 0; i < LINE_K; i++) {
+                    const __m256 magnitude = _mm256_permutevar8x32_ps(magnitudes, _mm256_srli_epi32(codes, 4 * i));
+                    const __m256i negative = _mm256_and_si256(_mm256_slli_epi32(codes, 28 - 4 * i), sign);
+                    const __m256 signed_scale = _mm256_xor_ps(scale, _mm256_castsi256_ps(negative));
+                    _mm256_storeu_ps(panel + (k + i) * LANES + 8 * half, _mm256_mul_ps(magnitude, signed_scale));
+                }
+            }
+        }
+    }
+}
+
+/* sums[rows][16] += x[rows][K] times the panel, in two chains (even and odd k) whatever the number of rows. */
+TARGET_AVX2 INLINE void tile_avx2(int rows, const float *x, int64_t stride, const float *panel, int64_t K, float *sums) {
+    __m256 sum[3][2][2];
+#pragma GCC unroll 3
+    for (int m = 0; m < rows; m++)
+        for (int h = 0; h < 2; h++) sum[m][0][h] = sum[m][1][h] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < K; k += 2)
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; c++) {
+            const __m256 w0 = _mm256_loadu_ps(panel + (k + c) * LANES);
+            const __m256 w1 = _mm256_loadu_ps(panel + (k + c) * LANES + 8);
+#pragma GCC unroll 3
+            for (int m = 0; m < rows; m++) {
+                const __m256 element = _mm256_broadcast_ss(x + m * stride + k + c);
+                sum[m][c][0] = _mm256_fmadd_ps(element, w0, sum[m][c][0]);
+                sum[m][c][1] = _mm256_fmadd_ps(element, w1, sum[m][c][1]);
+            }
+        }
+#pragma GCC unroll 3
+    for (int m = 0; m < rows; m++)
+        for (int h = 0; h < 2; h++) {
+            const __m256 both = _mm256_add_ps(sum[m][0][h], sum[m][1][h]);
+            float *to = sums + m * LANES + 8 * h;
+            _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), both));
+        }
+}
+
+TARGET_AVX2 static void group_avx2(const Linear *p, const Rows *rows, int64_t g, LinesBuffer *buffer, float *sums) {
+    _Alignas(64) float panel[PANEL2_K * LANES];
+    memset(sums, 0, rows->rows * LANES * sizeof(float));
+    for (int64_t k0 = 0; k0 < p->K; k0 += PANEL2_K) {
+        const int64_t k1 = min64(p->K, k0 + PANEL2_K);
+        panel_avx2(lines_of(p, g, k0, k1, gather_portable, buffer), k1 - k0, p->format, panel);
+        const float *x = (const float *)rows->x + k0;
+        int64_t m = 0;
+        for (; m + 3 <= rows->rows; m += 3)
+            tile_avx2(3, x + m * rows->tile, rows->tile, panel, k1 - k0, sums + m * LANES);
+        if (rows->rows - m == 2)
+            tile_avx2(2, x + m * rows->tile, rows->tile, panel, k1 - k0, sums + m * LANES);
+        else if (rows->rows - m == 1)
+            tile_avx2(1, x + m * rows->tile, rows->tile, panel, k1 - k0, sums + m * LANES);
+    }
+    store_rows(p, rows->m0, rows->rows, g, 1, 1, sums, LANES);
+}
+
+/* --- avx512: activations as bf16 terms ------------------------------------------------------------------------------ */
+
+/* 8 consecutive k of a line sit in a dword as 8 codes; shifted by 0, 4, 8 and 12 bits, its two words give the pairs
+ * (0, 4), (1, 5), (2, 6) and (3, 7). Activations are put in that order. */
+TARGET_AVX512 INLINE __m512 load_activations(int dtype, int format, const void *row, const uint8_t *scale, int64_t k) {
+    if (dtype == FP32) return _mm512_loadu_ps((const float *)row + k);
+    if (dtype == FP4) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)((const uint8_t *)row + k / 2));
+        const __m128i codes = _mm_unpacklo_epi8(bytes, _mm_srli_epi16(bytes, 4));
+        const __m512 value = _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(codes), _mm512_loadu_ps(E2M1_VALUES));
+        return _mm512_mul_ps(value, _mm512_set1_ps(scale_decode(scale[k / block_size(format)], format)));
+    }
+    const __m256i words = _mm256_loadu_si256((const __m256i *)((const uint16_t *)row + k));
+    if (dtype == FP16) return _mm512_cvtph_ps(words);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+TARGET_AVX512 INLINE Span prepare_row(const Linear *p, int dtype, int64_t m, const Rows *rows, uint16_t *const *x) {
+    const Operand *a = &p->a;
+    const int terms = terms_of(dtype);
+    const int64_t step = step_of(rows);
+    const int width = dtype == FP32 ? 4 : dtype == FP4 ? 1 : 2;
+    const void *row = (const uint8_t *)a->data + m * a->data_stride * width;
+    const uint8_t *scale = dtype == FP4 ? a->scale + m * a->scale_stride : NULL;
+    const __m256i pairs = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    const __m512i exponent = _mm512_set1_epi32(0x7F800000), high_half = _mm512_set1_epi32((int)0xFFFF0000u);
+    __m512i below = _mm512_set1_epi32(-1), largest = _mm512_setzero_si512();
+    for (int64_t k = 0; k < p->K; k += 16) {
+        const int64_t at = k / STEP_K * step + k % STEP_K;
+        __m512 value = load_activations(dtype, p->format, row, scale, k);
+        const __m512i bits = _mm512_castps_si512(value);
+        const __m512i magnitude = _mm512_andnot_si512(_mm512_set1_epi32((int)0x80000000u), bits);
+        const __mmask16 finite = _mm512_cmplt_epu32_mask(magnitude, exponent);
+        const __mmask16 nan = _mm512_cmpgt_epu32_mask(magnitude, exponent);
+        below = _mm512_min_epu32(below, _mm512_sub_epi32(magnitude, _mm512_set1_epi32(1)));
+        largest = _mm512_mask_max_epu32(largest, finite, largest, magnitude);
+        value = _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7FC00000)));
+#pragma GCC unroll 3
+        for (int t = 0; t < terms; t++) {
+            const __m512i term = _mm512_and_si512(_mm512_castps_si512(value), high_half);
+            const __m256i words = _mm512_cvtepi32_epi16(_mm512_srli_epi32(term, 16));
+            _mm256_storeu_si256((__m256i *)(x[t] + at), _mm256_shuffle_epi8(words, pairs));
+            /* Inf - Inf would be NaN: the terms after an infinite one are 0. */
+            value = _mm512_maskz_sub_ps(finite, value, _mm512_castsi512_ps(term));
+        }
+    }
+    if (p->K % STEP_K)
+        for (int t = 0; t < terms; t++) memset(x[t] + p->K / STEP_K * step + 16, 0, 16 * sizeof(uint16_t));
+    Span span = {_mm512_reduce_min_epu32(below) + 1, _mm512_reduce_max_epu32(largest)};
+    if (dtype == FP4 && p->format == MXFP4)
+        for (int64_t i = 0; i < p->K / 32; i++)
+            if (scale[i] > 250 && scale[i] != 255) span = NOT_TAME;
+    return span;
+}
+
+TARGET_AVX512 static Span prepare_avx512(const Linear *p, int64_t m, const Rows *rows) {
+    uint16_t *x[3];
+    for (int t = 0; t < rows->terms; t++) x[t] = (uint16_t *)rows->x + offset_of(rows, m * rows->terms + t);
+    switch (p->a.dtype) {
+    case FP32: return prepare_row(p, FP32, rows->m0 + m, rows, x);
+    case BF16: return prepare_row(p, BF16, rows->m0 + m, rows, x);
+    case FP16: return prepare_row(p, FP16, rows->m0 + m, rows, x);
+    default: return prepare_row(p, FP4, rows->m0 + m, rows, x);
+    }
+}
+
+/* --- avx512: weights ------------------------------------------------------------------------------------------------ */
+
+TARGET_AVX512 static void gather_avx512(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit,
+                                        uint8_t *to) {
+    const __m512i bytes_of_rows = _mm512_set_epi8(
+        63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3, 62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18, 14,
+        10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20,
+        16, 12, 8, 4, 0);
+    for (int64_t at = 0; at < bytes; at += 64) {
+        const int64_t some = min64(64, bytes - at);
+        const __mmask64 mask = some == 64 ? ~(__mmask64)0 : ((__mmask64)1 << some) - 1;
+        __m512i in[16], mid[16];
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) {
+            const uint8_t *row = from + (r < rows ? r : rows - 1) * stride + at;
+            _mm_prefetch((const char *)row + 512, _MM_HINT_T0);
+            in[r] = _mm512_maskz_loadu_epi8(mask, row);
+        }
+        /* 16 x 16 transpose of dwords: within 4 x 4 squares, then the squares. */
+#pragma GCC unroll 4
+        for (int q = 0; q < 16; q += 4) {
+            const __m512i a = _mm512_unpacklo_epi32(in[q], in[q + 1]), b = _mm512_unpackhi_epi32(in[q], in[q + 1]);
+            const __m512i c = _mm512_unpacklo_epi32(in[q + 2], in[q + 3]);
+            const __m512i d = _mm512_unpackhi_epi32(in[q + 2], in[q + 3]);
+            mid[q] = _mm512_unpacklo_epi64(a, c);
+            mid[q + 1] = _mm512_unpackhi_epi64(a, c);
+            mid[q + 2] = _mm512_unpacklo_epi64(b, d);
+            mid[q + 3] = _mm512_unpackhi_epi64(b, d);
+        }
+        const int vectors = (int)((some + 3) / 4);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const __m512i a = _mm512_shuffle_i32x4(mid[i], mid[i + 4], 0x88);
+            const __m512i b = _mm512_shuffle_i32x4(mid[i + 8], mid[i + 12], 0x88);
+            const __m512i c = _mm512_shuffle_i32x4(mid[i], mid[i + 4], 0xDD);
+            const __m512i d = _mm512_shuffle_i32x4(mid[i + 8], mid[i + 12], 0xDD);
+            in[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+            in[i + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
+            in[i + 8] = _mm512_shuffle_i32x4(a, b, 0xDD);
+            in[i + 12] = _mm512_shuffle_i32x4(c, d, 0xDD);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            if (i >= vectors) break;
+            const __m512i v = unit == 1 ? _mm512_permutexvar_epi8(bytes_of_rows, in[i]) : in[i];
+            _mm512_storeu_si512(to + at * LANES + i * 64, v);
+        }
+    }
+}
+
+/* Scales of a block, 16 rows. e4m3 comes as value * 2^-8 (an fp16 with another bias), for store_rows to undo.
+ * NaN codes are not looked at here: `top` gathers the largest magnitude codes, and nan_rows reads it. */
+TARGET_AVX512 INLINE __m512 load_scales(const uint8_t *scales, int format, __m128i *top) {
+    const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
+    if (format == NVFP4) {
+        *top = _mm_max_epu8(*top, _mm_and_si128(codes, _mm_set1_epi8(0x7F)));
+        const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+        return _mm512_cvtph_ps(_mm256_and_si256(words, _mm256_set1_epi16((short)0xBF80)));
+    }
+    *top = _mm_max_epu8(*top, codes);
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23);
+    return _mm512_castsi512_ps(_mm512_max_epi32(bits, _mm512_set1_epi32(0x00400000)));
+}
+
+TARGET_AVX512 INLINE __mmask16 nan_rows(__m128i top, int format) {
+    return _mm_cmpeq_epi8_mask(top, _mm_set1_epi8((char)(format == NVFP4 ? 0x7F : 0xFF)));
+}
+
+/* bf16 of the 16 codes, twice: vpermw reads 5 bits of a word, the fifth of which is the next code's. */
+TARGET_AVX512 INLINE __m512i bf16_table(void) {
+    return _mm512_set_epi16((short)0xC0C0, (short)0xC080, (short)0xC040, (short)0xC000, (short)0xBFC0, (short)0xBF80,
+                            (short)0xBF00, (short)0x8000, 0x40C0, 0x4080, 0x4040, 0x4000, 0x3FC0, 0x3F80, 0x3F00, 0,
+                            (short)0xC0C0, (short)0xC080, (short)0xC040, (short)0xC000, (short)0xBFC0, (short)0xBF80,
+                            (short)0xBF00, (short)0x8000, 0x40C0, 0x4080, 0x4040, 0x4000, 0x3FC0, 0x3F80, 0x3F00, 0);
+}
+
+TARGET_AVX512 INLINE __m512i decode_pairs(__m512i table, __m512i line, int i) {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi32(line, 4 * i), table);
+}
+
+/* --- avx512: vdpbf16ps ---------------------------------------------------------------------------------------------- */
+
+/* sums[rows][16] += x[rows] times lines of K elements. A row's operations don't depend on `rows`. */
+TARGET_AVX512 INLINE void tile_avx512(int rows, int format, const uint16_t *x, int64_t stride, Lines w, int64_t K,
+                                      float *sums) {
+    const int block = block_size(format);
+    const __m512i table = bf16_table();
+    __m128i top = _mm_setzero_si128();
+    __m512 sum[8];
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++) sum[m] = _mm512_loadu_ps(sums + m * LANES);
+    for (int64_t k0 = 0; k0 < K; k0 += block) {
+        const __m512 scale = load_scales(w.scales + k0 / block * LANES, format, &top);
+        __m512 part[8];
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) part[m] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+        for (int l = 0; l < block / LINE_K; l++) {
+            const int64_t k = k0 + l * LINE_K;
+            _mm_prefetch((const char *)w.lines + k * 8 + 2048, _MM_HINT_T0);
+            const __m512i line = _mm512_loadu_si512(w.lines + k * 8);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const __m512i codes = decode_pairs(table, line, i);
+#pragma GCC unroll 8
+                for (int m = 0; m < rows; m++) {
+                    int32_t pair;
+                    memcpy(&pair, x + m * stride + k + 2 * i, 4);
+                    part[m] = _mm512_dpbf16_ps(part[m], (__m512bh)codes, (__m512bh)_mm512_set1_epi32(pair));
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) sum[m] = _mm512_fmadd_ps(part[m], scale, sum[m]);
+    }
+    const __mmask16 nan = nan_rows(top, format);
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++)
+        _mm512_storeu_ps(sums + m * LANES, _mm512_mask_mov_ps(sum[m], nan, _mm512_set1_ps(NAN)));
+}
+
+TARGET_AVX512 INLINE void tiles_avx512(int format, const Rows *rows, int64_t k0, Lines w, int64_t K, float *sums) {
+    const int64_t count = rows->rows * rows->terms, stride = rows->tile;
+    const uint16_t *x = (const uint16_t *)rows->x + k0;
+    int64_t m = 0;
+    for (; m + 8 <= count; m += 8) tile_avx512(8, format, x + m * stride, stride, w, K, sums + m * LANES);
+    x += m * stride;
+    sums += m * LANES;
+    switch (count - m) {
+    case 7: tile_avx512(7, format, x, stride, w, K, sums); break;
+    case 6: tile_avx512(6, format, x, stride, w, K, sums); break;
+    case 5: tile_avx512(5, format, x, stride, w, K, sums); break;
+    case 4: tile_avx512(4, format, x, stride, w, K, sums); break;
+    case 3: tile_avx512(3, format, x, stride, w, K, sums); break;
+    case 2: tile_avx512(2, format, x, stride, w, K, sums); break;
+    case 1: tile_avx512(1, format, x, stride, w, K, sums); break;
+    }
+}
+
+TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_t g, LinesBuffer *buffer, float *sums) {
+    const int64_t count = rows->rows * rows->terms;
+    const int64_t step = p->b.tiled && count <= 8 ? p->K : CHUNK_K;
+    memset(sums, 0, count * LANES * sizeof(float));
+    for (int64_t k0 = 0; k0 < p->K; k0 += step) {
+        const int64_t k1 = min64(p->K, k0 + step);
+        const Lines w = lines_of(p, g, k0, k1, gather_avx512, buffer);
+        if (p->format == NVFP4)
+            tiles_avx512(NVFP4, rows, k0, w, k1 - k0, sums);
+        else
+            tiles_avx512(MXFP4, rows, k0, w, k1 - k0, sums);
+    }
+    store_rows(p, rows->m0, rows->rows, g, rows->terms, p->format == NVFP4 ? 256 : 1, sums, LANES);
+}
+
+/* --- amx ------------------------------------------------------------------------------------------------------------ */
+
+/* bf16 of code * scale is made in integers. A table gives a code's sign and exponent, the latter too high; a subtraction
+ * with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the significands meet in what is
+ * subtracted, which is one of two words: for codes of significand 1 and of 1.5. All values are made too large by a power
+ * of two, about 2^60 at the most, so that tame activations times them are far from the subnormals; store_rows undoes it.
+ */
+enum {
+    TILE_WORDS = 16 * STEP_K,
+    PANEL_GROUPS = 8,              /* groups decoded together, at most */
+    PANEL_K = 512,
+    RING = 4,                      /* steps decoded ahead of the tiles that use them; a power of two */
+    TOP_EXPONENT = 252,            /* of code 1.0 in the table */
+    RAISED = 60,                   /* power of two by which values are too large; for e8m0 that of the largest scale */
+    MAX_SPREAD = 60,               /* ratio of e8m0 scales, as a power of two, that leaves the least product normal */
+};
+
+TARGET_AVX512 INLINE __m512i exponent_table(int format) {
+    uint16_t words[32];
+    for (int code = 0; code < 32; code++) {
+        const uint32_t bits = bits_of(E2M1_VALUES[code & 15]) >> 16;
+        const uint32_t raised = bits + ((TOP_EXPONENT - 127) << 7);
+        const int is_zero = !(code & 7);
+        /* For e4m3 a significand of 1.5 becomes a mark in the last bit. */
+        const uint32_t marked = (raised & ~0x7Fu) | (raised >> 6 & 1);
+        words[code] = (uint16_t)(is_zero ? 0 : format == NVFP4 ? marked : raised);
+    }
+    return _mm512_loadu_si512(words);
+}
+
+/* A word of each dword's low half in both its halves. */
+TARGET_AVX512 INLINE __m512i both_halves(__m512i words) { return _mm512_or_si512(words, _mm512_slli_epi32(words, 16)); }
+
+/* What a group's decoding carries along. */
+typedef struct {
+    int base;                      /* e8m0: what is subtracted from the exponent, plus the scale's code */
+    __m128i top;                   /* see load_scales */
+} Decoder;
+
+/* Lines of 32 k (16, if `half`) -> a B tile: bf16 [16 pairs][16 rows][2]. `negative`: some e4m3 scale may be. */
+TARGET_AVX512 INLINE void decode_step(int format, int negative, int half, Lines w, int64_t k0, Decoder *decoder,
+                                      uint16_t *to) {
+    const int block = block_size(format);
+    const __m512i table = exponent_table(format);
+#pragma GCC unroll 2
+    for (int k = 0; k < STEP_K; k += block) {
+        if (half && k) {
+            for (int i = 0; i < 8; i++) _mm512_store_si512(to + TILE_WORDS / 2 + i * 32, _mm512_setzero_si512());
+            break;
+        }
+        const uint8_t *scales = w.scales + (k0 + k) / block * LANES;
+        __m512i down, down_of_3 = _mm512_setzero_si512(), sign = _mm512_setzero_si512();
+        if (format == NVFP4) {
+            const __m512 signed_scale = load_scales(scales, NVFP4, &decoder->top);
+            const __m512 scale = negative ? _mm512_abs_ps(signed_scale) : signed_scale;
+            const __m512i minuend = _mm512_set1_epi32((TOP_EXPONENT - RAISED) << 7);
+            const __mmask16 zero = _mm512_testn_epi32_mask(_mm512_castps_si512(scale), _mm512_castps_si512(scale));
+            const __m512i one = _mm512_srli_epi32(_mm512_castps_si512(scale), 16);
+            const __m512 half_more = _mm512_mul_ps(scale, _mm512_set1_ps(1.5f));
+            const __m512i three = _mm512_srli_epi32(_mm512_castps_si512(half_more), 16);
+            const __m512i all = _mm512_set1_epi32(0xFFFF);
+            down = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(minuend, one), zero, all));
+            const __m512i marked = _mm512_add_epi32(minuend, _mm512_set1_epi32(1));
+            down_of_3 = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(marked, three), zero, all));
+            if (negative) {
+                const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale),
+                                                      _mm512_set1_epi32((int)0x80000000u));
+                sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
+            }
+        } else {
+            const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
+            decoder->top = _mm_max_epu8(decoder->top, codes);
+            const __m512i exponent = _mm512_sub_epi32(_mm512_set1_epi32(decoder->base), _mm512_cvtepu8_epi32(codes));
+            down = both_halves(_mm512_slli_epi32(_mm512_min_epu32(exponent, _mm512_set1_epi32(255)), 7));
+        }
+#pragma GCC unroll 4
+        for (int l = 0; l < block / LINE_K; l++) {
+            const uint8_t *from = w.lines + (k0 + k) * 8 + l * 64;
+            _mm_prefetch((const char *)from + 2048, _MM_HINT_T0);
+            const __m512i line = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                const __m512i raised = decode_pairs(table, line, i);
+                __m512i value = _mm512_subs_epu16(raised, down);
+                if (format == NVFP4) {
+                    const __mmask32 is_3 = _mm512_test_epi16_mask(raised, _mm512_set1_epi16(1));
+                    value = _mm512_mask_subs_epu16(value, is_3, raised, down_of_3);
+                    if (negative) value = _mm512_xor_si512(value, sign);
+                }
+                _mm512_store_si512(to + (k + l * LINE_K) * 16 + i * 32, value);
+            }
+        }
+    }
+}
+
+/* Smallest and largest e8m0 codes of a group in blocks that aren't NaN or, if `careful`, zeros; padding is left out. */
+static void scale_span(const Linear *p, int64_t g, int careful, int *smallest, int *largest) {
+    const Operand *b = &p->b;
+    const int64_t rows = min64(LANES, p->N - g * LANES), blocks = p->K / 32;
+    const uint8_t *codes = b->scale + g * LANES * b->scale_stride;
+    const uint8_t *data = (const uint8_t *)b->data + g * LANES * b->data_stride;
+    const int all_at_once = b->tiled && rows == LANES && !careful;
+    const int64_t row_stride = b->tiled ? 1 : b->scale_stride, stride = b->tiled && !all_at_once ? LANES : 1;
+    const int64_t count = all_at_once ? blocks * LANES : blocks;
+    for (int64_t r = 0; r < (all_at_once ? 1 : rows); r++, codes += row_stride) {
+        uint8_t low = 255, top = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const uint8_t code = codes[i * stride];
+            if (careful) {
+                uint8_t any = 0;
+                for (int q = 0; q < 4; q++)
+                    for (int byte = 0; byte < 4; byte++)
+                        any |= b->tiled ? data[i * 256 + q * 64 + r * 4 + byte]
+                                        : data[r * b->data_stride + i * 16 + q * 4 + byte];
+                if (!(any & 0x77)) continue;
+            }
+            const uint8_t finite = code == 255 ? 0 : code;
+            low = code < low ? code : low;
+            top = finite > top ? finite : top;
+        }
+        *smallest = low < *smallest ? low : *smallest;
+        *largest = top > *largest ? top : *largest;
+    }
+}
+
+/* Whether the panel of a group keeps every value; gives the largest e8m0 code in it. */
+static int fits_panel(const Linear *p, int64_t g, int *largest) {
+    *largest = 0;
+    if (p->format == NVFP4) return 1;
+    for (int careful = 0; careful < 2; careful++) {
+        int smallest = 255;
+        *largest = 0;
+        scale_span(p, g, careful, &smallest, largest);
+        if (*largest - smallest <= MAX_SPREAD) return 1;
+    }
+    return 0;
+}
+
+TARGET_AVX512 static int any_negative(Lines w, int64_t blocks) {
+    __m128i any = _mm_setzero_si128();
+    for (int64_t i = 0; i < blocks; i++)
+        any = _mm_or_si128(any, _mm_loadu_si128((const __m128i *)(w.scales + i * LANES)));
+    return _mm_movemask_epi8(any) != 0;
+}
+
+/* One step of up to 2 x 2 tiles: sums 0..3 += x 4, 5 times panels 6, 7. */
+TARGET_AMX INLINE void multiply_step(int row_tiles, int groups, const uint16_t *x, int64_t tile, const uint16_t *panel,
+                                     int64_t panel_words) {
+    _tile_loadd(6, panel, 64);
+    _tile_loadd(4, x, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (groups > 1) {
+        _tile_loadd(7, panel + panel_words, 64);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    if (row_tiles > 1) {
+        _tile_loadd(5, x + tile, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        if (groups > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+TARGET_AMX INLINE void zero_sums(int row_tiles, int groups) {
+    _tile_zero(0);
+    if (groups > 1) _tile_zero(1);
+    if (row_tiles > 1) _tile_zero(2);
+    if (row_tiles > 1 && groups > 1) _tile_zero(3);
+}
+
+enum { SUMS_STRIDE = PANEL_GROUPS * LANES };
+
+TARGET_AMX INLINE void load_sums(int row_tiles, int groups, const float *sums) {
+    const int64_t bytes = SUMS_STRIDE * sizeof(float);
+    _tile_loadd(0, sums, bytes);
+    if (groups > 1) _tile_loadd(1, sums + 16, bytes);
+    if (row_tiles > 1) _tile_loadd(2, sums + 16 * SUMS_STRIDE, bytes);
+    if (row_tiles > 1 && groups > 1) _tile_loadd(3, sums + 16 * SUMS_STRIDE + 16, bytes);
+}
+
+TARGET_AMX INLINE void store_sums(int row_tiles, int groups, float *sums) {
+    const int64_t bytes = SUMS_STRIDE * sizeof(float);
+    _tile_stored(0, sums, bytes);
+    if (groups > 1) _tile_stored(1, sums + 16, bytes);
+    if (row_tiles > 1) _tile_stored(2, sums + 16 * SUMS_STRIDE, bytes);
+    if (row_tiles > 1 && groups > 1) _tile_stored(3, sums + 16 * SUMS_STRIDE + 16, bytes);
+}
+
+typedef struct {
+    LinesBuffer lines[2];
+    uint16_t *panel;               /* [groups][steps][512] */
+    float *sums;                   /* [rows * terms, in whole tiles][SUMS_STRIDE] */
+} Workspace;
+
+/* Few rows: the sums stay in tile registers, and each step is decoded a little before it is multiplied, for the two to
+ * overlap. */
+TARGET_AMX INLINE void few_rows(int format, int negative, int row_tiles, int groups, const Rows *rows, const Lines *w,
+                                int64_t k0, int64_t K, Decoder *decoders, uint16_t *ring) {
+    const int64_t step = step_of(rows), steps = (K + STEP_K - 1) / STEP_K;
+    const uint16_t *x = (const uint16_t *)rows->x + k0 / STEP_K * step;
+    const int half_step = format == NVFP4 && K % STEP_K != 0;
+    for (int64_t s = 0; s < steps + RING / 2; s++) {
+        if (s < steps) {
+            uint16_t *to = ring + s % RING * TILE_WORDS;
+            const int half = half_step && s == steps - 1;
+#pragma GCC unroll 2
+            for (int i = 0; i < groups; i++) {
+                if (half)
+                    decode_step(format, negative, 1, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+                else
+                    decode_step(format, negative, 0, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+            }
+        }
+        const int64_t done = s - RING / 2;
+        if (done >= 0)
+            multiply_step(row_tiles, groups, x + done * step, rows->tile, ring + done % RING * TILE_WORDS,
+                          RING * TILE_WORDS);
+    }
+}
+
+/* Many rows: a panel of several groups is decoded, then met with two tiles of rows after the other. */
+TARGET_AMX INLINE void many_rows(int row_tiles, int groups, const Rows *rows, int64_t m, int64_t k0, int64_t K,
+                                 const uint16_t *panel, float *sums) {
+    const int64_t step = step_of(rows), steps = (K + STEP_K - 1) / STEP_K;
+    const uint16_t *x = (const uint16_t *)rows->x + m / 16 * rows->tile + k0 / STEP_K * step;
+    if (k0)
+        load_sums(row_tiles, groups, sums);
+    else
+        zero_sums(row_tiles, groups);
+    for (int64_t s = 0; s < steps; s++)
+        multiply_step(row_tiles, groups, x + s * step, rows->tile, panel + s * TILE_WORDS, PANEL_K * LANES);
+    store_sums(row_tiles, groups, sums);
+}
+
+/* Calls f with row_tiles and groups, each 1 or 2, as constants. */
+#define WITH_TILES(row_tiles, groups, f, ...)            \
+    ((row_tiles) > 1 ? (groups) > 1 ? f(2, 2, ##__VA_ARGS__) : f(2, 1, ##__VA_ARGS__) \
+                     : (groups) > 1 ? f(1, 2, ##__VA_ARGS__) : f(1, 1, ##__VA_ARGS__))
+
+TARGET_AMX static void few_rows_nvfp4(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0, int64_t K,
+                                      Decoder *decoders, uint16_t *ring) {
+#define FEW(r, g, ...) few_rows(NVFP4, 0, r, g, __VA_ARGS__)
+    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
+#undef FEW
+}
+
+TARGET_AMX static void few_rows_negative(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0,
+                                         int64_t K, Decoder *decoders, uint16_t *ring) {
+#define FEW(r, g, ...) few_rows(NVFP4, 1, r, g, __VA_ARGS__)
+    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
+#undef FEW
+}
+
+TARGET_AMX static void few_rows_mxfp4(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0, int64_t K,
+                                      Decoder *decoders, uint16_t *ring) {
+#define FEW(r, g, ...) few_rows(MXFP4, 0, r, g, __VA_ARGS__)
+    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
+#undef FEW
+}
+
+TARGET_AVX512 INLINE void decode_panel(int format, int negative, Lines w, int64_t K, Decoder *decoder, uint16_t *panel) {
+    int64_t k = 0;
+    for (; k + STEP_K <= K; k += STEP_K) decode_step(format, negative, 0, w, k, decoder, panel + k * LANES);
+    if (k < K && format == NVFP4) decode_step(format, negative, 1, w, k, decoder, panel + k * LANES);
+}
+
+TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space) {
+    const int64_t count = rows->rows * rows->terms;
+    const int few = count <= 32 && groups <= 2, row_tiles = count > 16 ? 2 : 1;
+    const int64_t chunk = few ? CHUNK_K : PANEL_K;
+    Decoder decoders[PANEL_GROUPS];
+    double factors[PANEL_GROUPS];
+    for (int i = 0; i < groups; i++) {
+        int largest = 0;
+        fits_panel(p, g0 + i, &largest);
+        decoders[i] = (Decoder){TOP_EXPONENT - 127 - RAISED + largest, _mm_setzero_si128()};
+        factors[i] = ldexp(1, p->format == NVFP4 ? 8 - RAISED : largest - 127 - RAISED);
+    }
+    if (few) WITH_TILES(row_tiles, groups, zero_sums);
+    for (int64_t k0 = 0; k0 < p->K; k0 += chunk) {
+        const int64_t k1 = min64(p->K, k0 + chunk), K = k1 - k0;
+        Lines w[2];
+        if (few) {
+            int negative = 0;
+            for (int i = 0; i < groups; i++) {
+                w[i] = lines_of(p, g0 + i, k0, k1, gather_avx512, space->lines + i);
+                negative |= p->format == NVFP4 && any_negative(w[i], K / 16);
+            }
+            if (p->format == MXFP4)
+                few_rows_mxfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
+            else if (negative)
+                few_rows_negative(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
+            else
+                few_rows_nvfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
+            continue;
+        }
+        for (int i = 0; i < groups; i++) {
+            w[0] = lines_of(p, g0 + i, k0, k1, gather_avx512, space->lines);
+            uint16_t *to = space->panel + i * PANEL_K * LANES;
+            if (p->format == MXFP4)
+                decode_panel(MXFP4, 0, w[0], K, decoders + i, to);
+            else if (any_negative(w[0], K / 16))
+                decode_panel(NVFP4, 1, w[0], K, decoders + i, to);
+            else
+                decode_panel(NVFP4, 0, w[0], K, decoders + i, to);
+        }
+        for (int64_t m = 0; m < count; m += 32)
+            for (int i = 0; i < groups; i += 2)
+                WITH_TILES(count - m > 16 ? 2 : 1, groups - i, many_rows, rows, m, k0, K,
+                           space->panel + i * PANEL_K * LANES, space->sums + m * SUMS_STRIDE + i * LANES);
+    }
+    if (few) WITH_TILES(row_tiles, groups, store_sums, space->sums);
+    for (int i = 0; i < groups; i++) {
+        float *sums = space->sums + i * LANES;
+        const __mmask16 nan = nan_rows(decoders[i].top, p->format);
+        for (int64_t m = 0; nan && m < count; m++)
+            _mm512_mask_storeu_ps(sums + m * SUMS_STRIDE, nan, _mm512_set1_ps(NAN));
+        store_rows(p, rows->m0, rows->rows, g0 + i, rows->terms, factors[i], sums, SUMS_STRIDE);
+    }
+}
+
+TARGET_AMX static void release_tiles(void) { _tile_release(); }
+
+/* --- x86: rows, units, threads -------------------------------------------------------------------------------------- */
+
+/* Prepare rows m0.. of a; those that are not tame become zeros and are listed in `wild`. Returns how many. */
+static int64_t prepare_rows(const Linear *p, Rows *rows, int64_t *wild) {
+    Span spans[ROWS_AT_ONCE];
+    const int64_t count = rows->rows;
+    const int threads = count * p->K > 1 << 16 ? p->threads : 1;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        const unsigned old = exact_float();
+#pragma omp for
+        for (int64_t m = 0; m < count; m++)
+            spans[m] = p->tier == AVX2 ? prepare_avx2(p, rows->m0 + m, (float *)rows->x + m * rows->tile)
+                                       : prepare_avx512(p, m, rows);
+        restore_float(old);
+    }
+    int64_t wilds = 0;
+    for (int64_t m = 0; m < count; m++) {
+        if (is_tame(spans[m], p->a.dtype)) continue;
+        wild[wilds++] = rows->m0 + m;
+        if (p->tier == AVX2) {
+            memset((float *)rows->x + m * rows->tile, 0, rows->tile * sizeof(float));
+            continue;
+        }
+        for (int64_t i = m * rows->terms; i < (m + 1) * rows->terms; i++)
+            for (int64_t k = 0; k < p->K; k += STEP_K)
+                memset((uint16_t *)rows->x + offset_of(rows, i) + k / STEP_K * step_of(rows), 0, 2 * STEP_K);
+    }
+    return wilds;
+}
+
+static int x86_linear(const Linear *p) {
+    const int amx = p->tier == AMX, terms = p->tier == AVX2 ? 1 : terms_of(p->a.dtype);
+    const int64_t at_once = min64(p->M, ROWS_AT_ONCE / terms), groups = groups_of(p);
+    Rows rows = {.terms = terms, .height = amx ? min64(at_once * terms, 16) : 1};
+    /* Where tiles are single rows, they lie an odd number of lines apart, not to meet in one set of the cache. */
+    rows.tile = amx ? rows.height * round_up(p->K, STEP_K) : round_up(p->K, 64) + 32;
+    const int64_t padded = round_up(at_once * terms, rows.height), bytes = padded / rows.height * rows.tile * (p->tier == AVX2 ? 4 : 2);
+    rows.x = allocate(bytes);
+    uint8_t *left = calloc(groups, 1);              /* groups that no panel can hold */
+    int64_t *wild = malloc(ROWS_AT_ONCE * sizeof *wild);
+    int failed = !rows.x || !left || !wild;
+    for (rows.m0 = 0; rows.m0 < p->M && !failed; rows.m0 += at_once) {
+        rows.rows = min64(at_once, p->M - rows.m0);
+        const int64_t count = rows.rows * terms;
+        if (count % rows.height) memset(rows.x, 0, bytes);
+        const int64_t wilds = prepare_rows(p, &rows, wild);
+        int unit = 1, any_left = 0;
+        if (amx) {
+            const int64_t share = groups / (4 * p->threads);
+            unit = count <= 32 || share < 4 ? 2 : share < PANEL_GROUPS ? 4 : PANEL_GROUPS;
+        }
+        const int64_t units = (groups + unit - 1) / unit, share = units / (8 * p->threads);
+        const int64_t at_a_time = share > 1 ? share : 1;
+        const size_t sums_bytes = round_up(count, 32) * (amx ? SUMS_STRIDE : LANES) * sizeof(float);
+        const size_t panel_bytes = amx ? (size_t)unit * PANEL_K * LANES * sizeof(uint16_t) : 0;
+#pragma omp parallel num_threads(p->threads) if (p->threads > 1)
+        {
+            const unsigned old = exact_float();
+            Workspace space;
+            space.panel = allocate(panel_bytes);
+            space.sums = allocate(sums_bytes);
+            const int ready = space.panel && space.sums;
+            if (!ready) {
+#pragma omp atomic write
+                failed = 1;
+            }
+            if (amx) configure_tiles((int)rows.height);
+#pragma omp for schedule(dynamic, at_a_time)
+            for (int64_t u = 0; u < units; u++) {
+                if (!ready) continue;
+                const int64_t g0 = u * unit, g1 = min64(groups, g0 + unit);
+                if (p->tier == AVX2) {
+                    group_avx2(p, &rows, u, space.lines, space.sums);
+                    continue;
+                }
+                if (!amx) {
+                    group_avx512(p, &rows, u, space.lines, space.sums);
+                    continue;
+                }
+                for (int64_t g = g0; g < g1; g++) {
+                    int largest;
+                    if (fits_panel(p, g, &largest)) continue;
+                    left[g] = 1;
+#pragma omp atomic write
+                    any_left = 1;
+                }
+                unit_amx(p, &rows, g0, (int)(g1 - g0), &space);
+            }
+            if (amx) release_tiles();
+            free(space.panel);
+            free(space.sums);
+            restore_float(old);
+        }
+        if (!failed && any_left) failed = exact_range(p, rows.m0, rows.rows, left);
+        if (!failed && wilds) failed = exact_rows(p, wild, wilds, NULL);
+    }
+    free(wild);
+    free(left);
+    free(rows.x);
+    return failed ? -1 : 0;
+}
+
+#endif
+
+/* --- entry ---------------------------------------------------------------------------------------------------------- */
+
+/* 0, or -1 where memory ran out. */
+EXPORT int nibblas_linear(const Linear *p) {
+    if (p->M <= 0 || p->N <= 0) return 0;
+#ifdef NIBBLAS_X86
+    if (p->tier > PORTABLE) return x86_linear(p);
+#endif
+    return portable_linear(p);
+}

@@ -1,0 +1,131 @@
+"""c = a @ b.T with FP4 weights on the CPU, in C (cpu_linear.c): W4A16 and FP4 x FP4.
+
+c = sum_k a[m, k] * code[n, k] * scale[n, k / block_size], products exact, sums in fp32 (in double on the portable
+tier), times the global scales, plus bias, narrowed once. A NaN scale makes all it touches NaN; NaN and Inf activations
+propagate as IEEE has it. Bound by reading the weights while M is small, by bf16 products above.
+
+A row's result is the same from run to run, for any number of threads, any M, and either layout of the weights.
+Known weaknesses: the avx2 tier decodes 8 codes at a time and is several times slower than avx512; a row of activations
+with a nonzero magnitude under about 1e-31 (fp32) or 1e-35 (bf16), or over 1e12, is computed in double, some ten times
+slower, and so are 16 rows of MXFP4 weights whose scales differ by more than 2^60.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from nibblas.formats import FORMATS
+from nibblas.kernel import Kernel
+from nibblas.kernels import cpu_library
+from nibblas.kernels.cpu_library import Linear, Operand
+from nibblas.layouts import LINEAR, ROWS_16x1, ROWS_16x4
+from nibblas.problem import DTYPES, Problem
+from nibblas.roofline import Roofline
+from nibblas.tensor import ScaledTensor
+
+
+def _dense(t: Tensor) -> tuple[Operand, Tensor]:
+    """The operand as C takes it, and the tensor that keeps its memory."""
+    if t.stride(1) != 1 and t.shape[1] > 1:
+        t = t.contiguous()
+    return Operand(t.data_ptr(), None, t.stride(0), 0, cpu_library.DTYPES[str(t.dtype)], 0, 1.0), t
+
+
+def _packed(t: ScaledTensor) -> tuple[Operand, ScaledTensor]:
+    if not (t.data.is_contiguous() and t.scale.is_contiguous()):
+        t = t.contiguous()
+    tiled = t.data_layout == ROWS_16x4
+    global_scale = 1.0 if t.global_scale is None else t.global_scale.item()
+    strides = t.data.shape[1], t.scale.shape[1]
+    return Operand(t.data.data_ptr(), t.scale.data_ptr(), *strides, cpu_library.FP4, tiled, global_scale), t
+
+
+def linear(
+    a: Tensor | ScaledTensor,
+    b: ScaledTensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Write a @ b.T + bias to out.
+
+    Parameters
+    ----------
+    a : (M, K) fp32, bf16 or fp16 of any row stride, or a ScaledTensor of b's format in LINEAR layouts.
+    b : (N, K) in LINEAR layouts, or in ROWS_16x1 (scale) and ROWS_16x4 (data).
+    bias : (N,) fp32, bf16 or fp16, or None.
+    out : (M, N) fp32, bf16 or fp16; rows may lie apart, elements of a row may not. No operand's memory.
+    threads : None takes torch.get_num_threads().
+
+    Raises RuntimeError if there is no library, ValueError for other layouts or shapes, MemoryError.
+    """
+    found = cpu_library.library()
+    if found is None:
+        raise RuntimeError(f"cpu_linear: {cpu_library.status()}")
+    (M, K), N = a.shape, b.shape[0]
+    if b.shape != (N, K) or out.shape != (M, N):
+        raise ValueError(f"cpu_linear: a {tuple(a.shape)}, b {tuple(b.shape)}, out {tuple(out.shape)} do not fit")
+    if (b.layout, b.data_layout) not in ((LINEAR, LINEAR), (ROWS_16x1, ROWS_16x4)):
+        raise ValueError(f"cpu_linear: b in {b.layout}/{b.data_layout}, need LINEAR/LINEAR or ROWS_16x1/ROWS_16x4")
+    if isinstance(a, ScaledTensor) and (a.format, a.layout, a.data_layout) != (b.format, LINEAR, LINEAR):
+        raise ValueError(f"cpu_linear: a is {a}, need {b.format} like b, in LINEAR layouts")
+    if N > 1 and out.stride(1) != 1:
+        raise ValueError(f"cpu_linear: out has strides {out.stride()}, need the elements of a row side by side")
+    left, _a = _dense(a) if isinstance(a, Tensor) else _packed(a)
+    right, _b = _packed(b)
+    bias = None if bias is None else bias.contiguous()
+    task = Linear(
+        M,
+        N,
+        K,
+        left,
+        right,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        cpu_library.FORMATS[b.format.name],
+        0 if bias is None else cpu_library.DTYPES[str(bias.dtype)],
+        cpu_library.DTYPES[str(out.dtype)],
+        threads or torch.get_num_threads(),
+        cpu_library.tier(),
+    )
+    if found.nibblas_linear(ctypes.byref(task)):
+        raise MemoryError(f"cpu_linear: no memory for the workspace of M={M}, N={N}, K={K}")
+
+
+# Of decoding, as fp32 operations a weight, by tier.
+DECODE_OPERATIONS = {"portable": 60, "avx2": 30, "avx512": 7, "amx": 7}
+
+
+def cost(problem: Problem, line: Roofline) -> float:
+    """The call, then the slower of reading and decoding, and the products at the rate of what the tier multiplies."""
+    tier = cpu_library.TIERS[cpu_library.tier()]
+    decoding = DECODE_OPERATIONS[tier] * problem.L * problem.N * problem.K / line.rates["fp32"]
+    terms = {"fp32": 3, "fp16": 2}.get(problem.a, 1)
+    rate = line.rates["fp32"] / (8 if tier == "portable" else 1)
+    if tier in ("avx512", "amx"):
+        rate = line.rates.get("bf16", rate) / terms
+    return 10e-6 + max(problem.bytes / line.read_bandwidth, decoding) + problem.operations / rate
+
+
+def also(problem: Problem) -> str | None:
+    return None if cpu_library.library() is not None else str(cpu_library.status())
+
+
+KERNELS = (
+    Kernel(
+        name="cpu_linear",
+        op="linear",
+        archs=("cpu",),
+        operands=tuple((a, b) for b in FORMATS for a in (*DTYPES, b)),
+        outs=tuple(DTYPES),
+        b_layouts=((ROWS_16x1, ROWS_16x4), (LINEAR, LINEAR)),
+        launch=linear,
+        cost=cost,
+        also=also,
+        batch_invariant=True,
+        sources=("kernels/cpu_linear.py", "kernels/cpu_linear.c", "kernels/cpu_common.h"),
+    ),
+)
