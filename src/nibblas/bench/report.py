@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import nibblas
 from nibblas.bench import probe
-from nibblas.bench.sweep import in_words
-from nibblas.bench.timing import Ratio, Rotation, cold_bytes, interleaved, paired_ratio, torch_threads
+from nibblas.bench.sweep import GRAPH, in_words
+from nibblas.bench.timing import MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, torch_threads
 from nibblas.dispatch import Explanation, explain_problem
 from nibblas.formats import FORMATS, Format
 from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert
@@ -338,7 +338,9 @@ class _Shape:
         }
         for name, format in FORMATS.items():
             self.layers[name] = FP4Linear.from_linear(self.layers["torch bf16"], format)
-        self.rotate = {name: _rotation(layer, device) for name, layer in self.layers.items()}
+        turns = {name: _rotation(layer, device) for name, layer in self.layers.items()}
+        self.rotate = {name: turn for name, (turn, _) in turns.items()}
+        self.launches = max(copies for _, copies in turns.values())
 
     def run(self, M: int, count: int, threads: int, floor: Callable | None) -> list[LayerTime]:
         K = self.layers["torch fp32"].in_features
@@ -347,7 +349,7 @@ class _Shape:
             name: partial(_call, layer, self.rotate[name], x.to(TORCH.get(name, torch.bfloat16)))
             for name, layer in self.layers.items()
         }
-        samples = interleaved(functions, rounds=ROUNDS, device=self.device, seconds=SECONDS)
+        samples = interleaved(functions, rounds=ROUNDS, device=self.device, seconds=SECONDS, launches=self.launches)
         medians = {name: statistics.median(taken) for name, taken in samples.items()}
         found = []
         for format in FORMATS:
@@ -376,20 +378,23 @@ class _Shape:
         return found
 
 
-def _rotation(layer: Any, device: torch.device) -> Callable[[], None]:
-    """A function that gives the layer another copy of its weight, such that the copies span more than the caches."""
-    beyond = cold_bytes(device)
+def _rotation(layer: Any, device: torch.device) -> tuple[Callable[[], None], int]:
+    """A function that gives the layer the next copy of its weight, and how many there are: more than the caches hold.
+
+    On a GPU not more than the launches of a graph, each of which has its own copy.
+    """
+    limits = cold_bytes(device), GRAPH if device.type == "cuda" else MAX_COPIES
     if isinstance(layer, FP4Linear) and layer.decoded is None:
-        packed = Rotation(layer.weight_scaled, beyond)
-        return lambda: layer.swap(packed())
+        packed = Rotation(layer.weight_scaled, *limits)
+        return lambda: layer.swap(packed()), len(packed.copies)
     name = "decoded" if isinstance(layer, FP4Linear) else "weight"
     held: dict[str, Any] = layer._buffers if isinstance(layer, FP4Linear) else layer._parameters
-    weights: Rotation[Tensor] = Rotation(held[name], beyond)
+    weights: Rotation[Tensor] = Rotation(held[name], *limits)
 
     def turn() -> None:
         held[name] = weights()
 
-    return turn
+    return turn, len(weights.copies)
 
 
 def _call(layer: nn.Module, rotate: Callable[[], None], x: Tensor) -> Tensor:
