@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda:1 ...")]
 
 def main() -> None:
     """Run the command line of this process, and exit with its status."""
+    warnings.showwarning = _show_warning
     sys.exit(run(sys.argv[1:]))
 
 
@@ -73,9 +75,17 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(_in_words(error))}", highlight=False)
+        _complain("[bold red]error:[/]", _in_words(error))
         return 1
     return 0
+
+
+def _complain(kind: str, text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"{kind} {escape(text)}", highlight=False)
+
+
+def _show_warning(message: Warning | str, *_, **__) -> None:
+    _complain("[bold yellow]warning:[/]", " ".join(str(message).split()))
 
 
 def _in_words(error: Exception) -> str:
@@ -576,25 +586,22 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
     print_ = partial(console.print, highlight=False)
     print_(f"[bold]{first.problem}[/]")
     named = first.floor_source != "assumed"
-    print_(
-        f"floor {in_words(first.floor)} (bandwidth and rates {first.floor_source})"
-        if named
-        else "floor unknown: `nibblas doctor` measures this device once"
-    )
+    if named:
+        print_(f"floor {in_words(first.floor)} (bandwidth and rates {first.floor_source})")
+    else:
+        print_("floor unknown: `nibblas doctor` measures this device once")
     table = _table("kernel", "weights in", "time", "of floor", "why", right=("time", "of floor"))
     table.columns[2].no_wrap = table.columns[3].no_wrap = True
     for i, (problem, candidate) in enumerate(rows):
+        kernel = candidate.kernel
         if candidate.why_not is not None:
-            table.add_row(
-                f"  [dim]{candidate.kernel.name}[/]", "", "", "", f"[dim]can't: {escape(candidate.why_not)}[/]"
-            )
+            table.add_row(f"  [dim]{kernel.name}[/]", "", "", "", f"[dim]can't: {escape(candidate.why_not)}[/]")
             continue
-        name = candidate.kernel.name
         table.add_row(
-            f"[bold]> {name}[/]" if i == 0 else f"  {name}",
-            "any layout" if candidate.kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts)),
+            f"[bold]> {kernel.name}[/]" if i == 0 else f"  {kernel.name}",
+            "any layout" if kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts)),
             in_words(candidate.seconds),
-            f"{first.floor / candidate.seconds:.0%}" if named else "",
+            f"{first.floor / candidate.seconds:.0%}" if named else "?",
             candidate.basis_in_words,
         )
     print_(table)
