@@ -550,7 +550,7 @@ def _rows(found: Sequence["Explanation"]) -> list[tuple["Problem", "Candidate"]]
             elif candidate.kernel.name not in cannot or _likes(candidate.kernel, explanation.problem):
                 cannot[candidate.kernel.name] = explanation.problem, candidate
     runs = {candidate.kernel.name for _, candidate in can}
-    can.sort(key=lambda row: (row[1].seconds, row[1].kernel.name))
+    can.sort(key=lambda row: (row[1].seconds, not _likes(row[1].kernel, row[0]), row[1].kernel.name))
     return can + [row for name, row in cannot.items() if name not in runs]
 
 
