@@ -54,9 +54,6 @@ def same_parts(a, b):
     return all(x is y or torch.equal(x, y) for x, y in zip(*parts, strict=True))
 
 
-# --- FP4Linear -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rotation", "bias"), [(0, True), (32, False)])
@@ -196,9 +193,6 @@ def test_one_warning_where_weights_stay_decoded(monkeypatch):
     assert torch.equal(exact, reference.to_float64(layer.weight_scaled))
 
 
-# --- storage -------------------------------------------------------------------------------------------------------
-
-
 def test_weights_lie_as_the_kernel_likes_them(storage):
     layer = FP4Linear.from_linear(linear(N=20, dtype=torch.bfloat16))
     w = layer.weight_scaled
@@ -282,9 +276,6 @@ def test_a_state_dict_that_does_not_fit_is_refused():
         FP4Linear(64, 24).load_state_dict({**FP4Linear(64, 24).state_dict(), "other": torch.zeros(1)})
 
 
-# --- FP4Experts ----------------------------------------------------------------------------------------------------
-
-
 def experts(format="nvfp4", bias=False, **options):
     E, I, H = 5, 32, 64
     dense = draw(E, I, H, seed=2), draw(E, I, H, seed=3), draw(E, H, I, seed=4)
@@ -337,9 +328,6 @@ def test_experts_refuse_what_does_not_fit():
         FP4Experts(2, 32, 64, activation="gelu")
     with pytest.raises(ValueError, match=r"K = 24 is not a multiple"):
         FP4Experts(2, 24, 64)
-
-
-# --- convert -------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -513,9 +501,6 @@ def test_layers_that_a_replacement_would_break_are_left():
     assert reasons["a"] == "K = 48 is not a multiple of rotation 32"
 
 
-# --- fused experts of transformers ---------------------------------------------------------------------------------
-
-
 class Fused(nn.Module):
     """Fused experts as transformers 5 makes them, in each of the arrangements of their weights."""
 
@@ -636,3 +621,14 @@ def test_experts_of_transformers(name):
         assert left(model) == {"lm_head": "excluded by 'lm_head'"}
         assert torch.allclose(run(), expected, rtol=1e-4, atol=1e-4)
         assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
+def test_a_default_dtype_does_not_touch_the_global_scale():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = FP4Linear(64, 24)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.bias.dtype == layer.dtype == torch.bfloat16
+    layer.load_state_dict(FP4Linear.from_linear(linear()).state_dict())
+    assert same_parts(layer.weight_scaled, FP4Linear.from_linear(linear()).weight_scaled)

@@ -136,9 +136,6 @@ def test_no_floor_is_named_where_none_was_measured(monkeypatch):
     ]
 
 
-# --- other models --------------------------------------------------------------------------------------------------
-
-
 def causal_model(folder: Path, hidden=64) -> Path:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

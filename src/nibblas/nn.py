@@ -100,7 +100,9 @@ class _PackedModule(nn.Module):
             self.register_buffer(name + part, None)
         data = torch.zeros(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
         scale = torch.zeros(*shape[:-1], shape[-1] // self.format.block_size, dtype=torch.uint8, device=device)
-        global_scale = torch.ones(shape[:-2], device=device) if self.format.has_global_scale else None
+        global_scale = (
+            torch.ones(shape[:-2], dtype=torch.float32, device=device) if self.format.has_global_scale else None
+        )
         self._keep(name, data, scale, global_scale, (LINEAR, LINEAR))
         if not data.is_meta:
             self._store(name, self._scaled(name))
@@ -578,8 +580,6 @@ class TransformersExperts(FP4Experts):
         )
 
 
-# --- conversion ----------------------------------------------------------------------------------------------------
-
 # Output heads, poolers and what routes tokens to experts: small, and errors in them cost most.
 DEFAULT_EXCLUDE = (
     *("lm_head", "*.lm_head", "embed_out", "score", "classifier", "classifier.*", "qa_outputs", "cls.*"),
@@ -770,9 +770,6 @@ def _linear(
     w = ops.quantize(weight, format, scale_rule=scale_rule, rotation=rotation)
     report = LayerReport(name, True, "", tuple(weight.shape), weight.numel(), w.nbytes, *_squared(weight, w))
     return FP4Linear._of(w, linear, activations), report
-
-
-# --- fused experts of transformers ---------------------------------------------------------------------------------
 
 
 def _holds_fused_experts(module: nn.Module) -> bool:

@@ -209,9 +209,6 @@ def _within(progress, i: int, rules: list[tuple[Format, str]]) -> Callable[[int,
     return lambda done, total, name: progress(i * total + done, len(rules) * total, f"{format} {rule}: {name}")
 
 
-# --- the model -----------------------------------------------------------------------------------------------------
-
-
 def _folder(path: Path | str | None) -> Path:
     """The folder with the model, which must look like one."""
     if path is None:
@@ -295,9 +292,6 @@ def _accuracy(
         plain,
         _similarity(_outputs(model, batch, causal), expected),
     )
-
-
-# --- timing --------------------------------------------------------------------------------------------------------
 
 
 def _times(
@@ -408,9 +402,6 @@ def _choice(layer: FP4Linear, explanation: Explanation) -> tuple[str, str]:
         return "torch.matmul", "no FP4 kernel: weights are kept decoded (`nibblas doctor` tells why)"
     chosen = explanation.candidates[0]
     return chosen.kernel.name, chosen.basis_in_words
-
-
-# --- printing ------------------------------------------------------------------------------------------------------
 
 
 def print_report(found: Report, console: Console) -> None:
