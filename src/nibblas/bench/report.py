@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -306,20 +306,24 @@ def _times(
     counts = Counter(layer.shape for layer in layers if len(layer.shape) == 2)
     example = {layer.shape: model.get_submodule(layer.name) for layer in layers if len(layer.shape) == 2}
     team = sorted({1, threads}) if device.type == "cpu" else [0]
-    found: list[LayerTime] = []
-    total = len(team) * len(counts) * 2
+    cells = list(product(sorted({1, tokens}), team))
+    total = len(team) + len(counts) * len(cells)
+    floors: dict[int, Callable | None] = {}
     for number in team:
         if progress:
-            progress(len(found) // len(FORMATS), total, "measuring this machine")
+            progress(len(floors), total, "measuring this machine")
         line = probe.measure(device, number or None)
-        with torch_threads(number):
-            for (N, K), count in sorted(counts.items()):
-                timed = _Shape(example[N, K], device)
-                for M in sorted({1, tokens}):
-                    if progress:
-                        progress(len(found) // len(FORMATS), total, f"timing {N} x {K}, {_rows(M)}")
-                    found += timed.run(M, count, number, None if line.source == "assumed" else line.floor)
-    return sorted(found, key=lambda t: (t.N, t.K, t.M, t.threads))
+        floors[number] = None if line.source == "assumed" else line.floor
+    found: list[LayerTime] = []
+    for (N, K), count in sorted(counts.items()):
+        timed = None
+        for M, number in cells:
+            if progress:
+                progress(len(team) + len(found) // len(FORMATS), total, f"timing {N} x {K}, {_rows(M)}")
+            timed = timed or _Shape(example[N, K], device)
+            with torch_threads(number):
+                found += timed.run(M, count, number, floors[number])
+    return found
 
 
 class _Shape:
