@@ -5,6 +5,7 @@
 torch.Size([3, 64])
 """
 
+from nibblas import nn, reference
 from nibblas.dispatch import NoKernelError
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout
@@ -34,7 +35,9 @@ __all__ = [
     "linear",
     "matmul",
     "moe",
+    "nn",
     "quantize",
+    "reference",
     "rotate",
     "stack",
 ]

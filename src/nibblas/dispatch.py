@@ -1,6 +1,6 @@
 """Choosing a kernel: what can run, what evidence says it takes, else what the cost model expects."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -9,6 +9,7 @@ from nibblas import evidence
 from nibblas.evidence import Measurement
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
+from nibblas.layouts import LINEAR, TiledLayout
 from nibblas.problem import Problem
 from nibblas.roofline import device_name, roofline, threads_of
 
@@ -111,6 +112,19 @@ def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: 
     # A near problem is expected to take as many floors as the measured one did.
     scaled = record.median * line.floor(problem) / line.floor(record.problem)
     return Candidate(kernel, None, scaled, "near", record, distance)
+
+
+def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[TiledLayout, TiledLayout]]:
+    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that."""
+    favourites = {kernel.b_layouts[0] for kernel in kernels() if kernel.op == problem.op and kernel.b_layouts}
+    offers = []
+    for layouts in {(LINEAR, LINEAR), *favourites}:
+        names = (layouts[0].name, layouts[1].name)
+        first = rank(replace(problem, b_layouts=names), device, threads_of(device))[0]
+        liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
+        offers.append((first.seconds, not liked, names, first.kernel, layouts))
+    *_, kernel, layouts = min(offers, key=lambda offer: offer[:3])
+    return kernel, layouts
 
 
 def explain_problem(problem: Problem, device: torch.device) -> Explanation:

@@ -25,34 +25,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nibblas import ops
-from nibblas.dispatch import rank
+from nibblas.dispatch import best_storage
 from nibblas.formats import NVFP4, Format, as_format
 from nibblas.kernel import Kernel
-from nibblas.kernels import kernels
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.kernels.torch_linear import decode
 from nibblas.layouts import LINEAR, TiledLayout
 from nibblas.operators import as_arguments, launch_linear
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
-from nibblas.roofline import threads_of
 from nibblas.tensor import ScaledTensor, stack
 
 PARTS = ("", "_scale", "_global_scale")  # what is added to a packed tensor's name: data, scale, global_scale
 ACTIVATION_MODES = ("none", "fp4")
-
-
-def _best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[TiledLayout, TiledLayout]]:
-    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that."""
-    favourites = {kernel.b_layouts[0] for kernel in kernels() if kernel.op == problem.op and kernel.b_layouts}
-    offers = []
-    for layouts in {(LINEAR, LINEAR), *favourites}:
-        names = (layouts[0].name, layouts[1].name)
-        first = rank(replace(problem, b_layouts=names), device, threads_of(device))[0]
-        liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
-        offers.append((first.seconds, not liked, names, first.kernel, layouts))
-    *_, kernel, layouts = min(offers, key=lambda offer: offer[:3])
-    return kernel, layouts
 
 
 @cache
@@ -142,9 +127,9 @@ class _PackedModule(nn.Module):
             out=DTYPE_NAMES.get(self.dtype, "fp32"),
             arch=arch_of(w.device),
         )
-        kernel, layouts = _best_storage(problem, w.device)
+        kernel, layouts = best_storage(problem, w.device)
         if w.ndim == 3 and kernel.b_layouts is None:  # made of linear products
-            kernel, layouts = _best_storage(replace(problem, op="linear", G=1), w.device)
+            kernel, layouts = best_storage(replace(problem, op="linear", G=1), w.device)
         w = w.with_layout(*layouts)
         self._keep(name, w.data, w.scale, w.global_scale, layouts)
         self._stored(kernel)

@@ -43,8 +43,11 @@ def _operand(data: Tensor, scale: Tensor | None, global_scale: Tensor | None, sp
     if not spec:
         return data
     format, layout, data_layout, matrix = _parse(spec)
-    assert scale is not None
-    return ScaledTensor(data, scale, format, global_scale, layout, data_layout, matrix=matrix)
+    # What crosses the border was checked before: the constructor's checks would cost more than a small product.
+    t = object.__new__(ScaledTensor)
+    t.__dict__.update(data=data, scale=scale, format=format, global_scale=global_scale, layout=layout)
+    t.__dict__.update(data_layout=data_layout, scale_rule=None, rotation=0, matrix=matrix)
+    return t
 
 
 def _rows(data: Tensor, spec: str) -> int:
