@@ -34,7 +34,6 @@ def storage(request, monkeypatch):
     if request.param != "chosen":
         present = (*REST, TORCH if request.param == "decoded" else TILED)
         monkeypatch.setattr(dispatch, "kernels", lambda: present)
-        monkeypatch.setattr(fp4, "kernels", lambda: present)
     dispatch.forget()
     yield request.param
     dispatch.forget()
@@ -74,7 +73,6 @@ def test_forward_is_the_product_with_the_stored_weight(storage, format, dtype, r
 def test_the_short_way_is_the_operator(monkeypatch):
     """Without gradients the kernel is called directly; with them or with replaced buffers, by the operator."""
     monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
-    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TILED))
     dispatch.forget()
     calls = []
     launch = fp4.launch_linear
@@ -181,7 +179,6 @@ def test_refuses_what_does_not_fit():
 
 def test_one_warning_where_weights_stay_decoded(monkeypatch):
     monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TORCH))
-    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TORCH))
     fp4._warn_decoded.cache_clear()
     with pytest.warns(UserWarning, match="install a C compiler.*nibblas doctor"):
         FP4Linear.from_linear(linear())
@@ -244,7 +241,6 @@ def test_state_dict_loads_where_kernels_differ(monkeypatch):
     layer = FP4Linear.from_linear(linear(N=20))
     state = layer.state_dict()
     monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
-    monkeypatch.setattr(fp4, "kernels", lambda: (*REST, TILED))
     for options in ({}, {"assign": True}):
         loaded = FP4Linear(64, 20, device="meta" if options else None)
         loaded.load_state_dict(state, **options)
