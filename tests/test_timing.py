@@ -246,7 +246,8 @@ def bench(tmp_path, monkeypatch):
         replace(right, name="right", cost=lambda problem, line: 1e-3),
         replace(right, name="slow", launch=slow, cost=lambda problem, line: 1e-6),
         replace(right, name="wrong", launch=high_nibble_first, cost=lambda problem, line: 10.0),
-        replace(right, name="unable", archs=("sm_90",)),
+        replace(right, name="unable", also=lambda problem: "no library"),
+        replace(right, name="elsewhere", archs=("sm_90",)),
     )
     monkeypatch.setattr(sweep, "all_kernels", lambda: found)
     monkeypatch.setattr(dispatch, "kernels", lambda: found)
@@ -272,7 +273,7 @@ def test_sweep(bench, activations):
         assert {t.name for t in result.timed} == {"right", "slow", "torch bf16", "torch fp32"}
         assert [t.median for t in result.timed] == sorted(t.median for t in result.timed)
         assert list(result.wrong) == ["wrong"]
-        assert result.unable == {"unable": "runs on sm_90, this is cpu"}
+        assert result.unable == {"unable": "no library"}
         # The cost models are the wrong way round, so the dispatcher loses, and the sweep tells by how much.
         (chosen,) = [t for t in result.timed if t.chosen]
         assert chosen.name == "slow"
@@ -321,6 +322,13 @@ def test_sweep_refuses(bench, arguments, message):
     *rest, names = arguments
     with pytest.raises(ValueError, match=message):
         bench(*rest, names=names)
+
+
+def test_a_kernel_that_was_named_says_why_it_cannot_run(bench):
+    (result,) = bench([(64, 128)], [1], [NVFP4], rounds=5, names=["elsewhere"])
+    assert result.unable == {"elsewhere": "runs on sm_90, this is cpu"}
+    assert {t.name for t in result.timed} == set(sweep.TORCH)
+    assert (result.measurements, result.regret) == ((), {})
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def facts(device: torch.device = CPU) -> dict[str, str]:
     if shutil.which("nvidia-smi"):
         wanted = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit")
         command = ["nvidia-smi", f"--query-gpu={','.join(wanted)}", "--format=csv,noheader"]
-        command += [f"--id={torch.cuda.get_device_properties(device).uuid}"]
+        command += [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0:
             found |= dict(zip(wanted, (value.strip() for value in done.stdout.split(",")), strict=False))

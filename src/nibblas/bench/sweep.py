@@ -125,14 +125,14 @@ def sweep(
 
     activations : "fp4" (of the weights' format) or a dtype name; the result is bf16 for fp4, else of that dtype.
     threads : of the CPU, torch's own number by default.
-    names : kernels to time, all by default.
+    names : kernels to time, all that are made for the device by default.
     rounds, seconds : samples of each function of a problem, and when to stop taking more.
     progress : called with problems done, all problems, and the one to come.
 
     Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
     """
     wanted = [as_format(format) for format in formats]
-    chosen = _named(names)
+    chosen = _named(names, arch_of(device))
     if activations not in (*DTYPES, "fp4"):
         raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
     for format in wanted:
@@ -164,13 +164,15 @@ def linear_kernels() -> list[Kernel]:
     return [kernel for kernel in all_kernels() if kernel.op == "linear"]
 
 
-def _named(names: Sequence[str] | None) -> list[Kernel]:
+def _named(names: Sequence[str] | None, arch: str) -> list[Kernel]:
     linear = linear_kernels()
     unknown = set(names or ()) - {kernel.name for kernel in linear}
     if unknown:
         known = ", ".join(kernel.name for kernel in linear)
         raise ValueError(f"bench: no linear kernel is called {', '.join(sorted(unknown))}; there are {known}")
-    return [kernel for kernel in linear if names is None or kernel.name in names]
+    if names is None:
+        return [kernel for kernel in linear if not kernel.archs or arch in kernel.archs]
+    return [kernel for kernel in linear if kernel.name in names]
 
 
 def _rotation(operand, beyond: int):
@@ -366,7 +368,7 @@ class _Run:
         self, right: dict[str, _Timeable], timed: Sequence[Timed], floor: float
     ) -> tuple[Measurement, ...]:
         plain = self.usual.problem(self.M)
-        threads = f" --threads {self.line.threads}" if self.line.threads else ""
+        where = f" --threads {self.line.threads}" if self.line.threads else f" --device {self.device.type}"
         activations = "fp4" if plain.a == plain.b else plain.a
         cold = all(rotation.is_cold for rotation in self.rotations(right))
         calls = "graphs of launches" if self.device.type == "cuda" else "single calls"
@@ -380,7 +382,7 @@ class _Run:
                 threads=self.line.threads,
                 when=when,
                 command=f"nibblas bench --shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} "
-                f"--activations {activations}{threads}",
+                f"--activations {activations}{where}",
                 method=f"{'cold weights' if cold else 'weights partly in the caches'}, {calls}, interleaved",
                 samples=t.samples,
                 floor=floor,
