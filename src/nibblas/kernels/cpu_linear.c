@@ -61,7 +61,7 @@ typedef struct {
     uint8_t scales[CHUNK_K + 1024];
 } LinesBuffer;
 
-/* bytes of LINEAR rows first..first+15 -> [bytes / unit][16][unit]. Rows past the last repeat it. */
+/* `bytes` of 16 LINEAR rows -> [bytes / unit][16][unit]. Rows past the last repeat it. */
 INLINE void gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to) {
     for (int64_t r = 0; r < LANES; r++) {
         const uint8_t *row = from + (r < rows ? r : rows - 1) * stride;
@@ -69,9 +69,13 @@ INLINE void gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t by
     }
 }
 
-typedef void Gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to);
+/* `next` is where the next call will read. */
+typedef void Gather(const uint8_t *from, const uint8_t *next, int64_t stride, int64_t rows, int64_t bytes, int unit,
+                    uint8_t *to);
 
-static void gather_portable(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to) {
+static void gather_portable(const uint8_t *from, const uint8_t *next, int64_t stride, int64_t rows, int64_t bytes,
+                            int unit, uint8_t *to) {
+    (void)next;
     if (unit == 4)
         gather(from, stride, rows, bytes, 4, to);
     else
@@ -86,8 +90,11 @@ INLINE Lines lines_of(const Linear *p, int64_t g, int64_t k0, int64_t k1, Gather
     const uint8_t *data = (const uint8_t *)b->data + row * b->data_stride, *scale = b->scale + row * b->scale_stride;
     if (b->tiled) return (Lines){data + k0 / LINE_K * 64, scale + k0 / block * LANES};
     const int64_t rows = min64(LANES, p->N - row);
-    gather_lines(data + k0 / 2, b->data_stride, rows, (k1 - k0) / 2, 4, buffer->lines);
-    gather_lines(scale + k0 / block, b->scale_stride, rows, (k1 - k0) / block, 1, buffer->scales);
+    /* The rest of these rows, else the rows two groups on. */
+    const uint8_t *next_data = k1 < p->K ? data + k1 / 2 : data + 2 * LANES * b->data_stride;
+    const uint8_t *next_scale = k1 < p->K ? scale + k1 / block : scale + 2 * LANES * b->scale_stride;
+    gather_lines(data + k0 / 2, next_data, b->data_stride, rows, (k1 - k0) / 2, 4, buffer->lines);
+    gather_lines(scale + k0 / block, next_scale, b->scale_stride, rows, (k1 - k0) / block, 1, buffer->scales);
     return (Lines){buffer->lines, buffer->scales};
 }
 
@@ -426,8 +433,8 @@ TARGET_AVX512 static Span prepare_avx512(const Linear *p, int64_t m, const Rows 
 
 /* --- avx512: weights ------------------------------------------------------------------------------------------------ */
 
-TARGET_AVX512 static void gather_avx512(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit,
-                                        uint8_t *to) {
+TARGET_AVX512 static void gather_avx512(const uint8_t *from, const uint8_t *next, int64_t stride, int64_t rows,
+                                        int64_t bytes, int unit, uint8_t *to) {
     const __m512i bytes_of_rows = _mm512_set_epi8(
         63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3, 62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18, 14,
         10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20,
@@ -439,7 +446,7 @@ TARGET_AVX512 static void gather_avx512(const uint8_t *from, int64_t stride, int
 #pragma GCC unroll 16
         for (int r = 0; r < 16; r++) {
             const uint8_t *row = from + (r < rows ? r : rows - 1) * stride + at;
-            _mm_prefetch((const char *)row + 512, _MM_HINT_T0);
+            _mm_prefetch((const char *)next + r * stride + at, _MM_HINT_T0);
             in[r] = _mm512_maskz_loadu_epi8(mask, row);
         }
         /* 16 x 16 transpose of dwords: within 4 x 4 squares, then the squares. */
@@ -595,17 +602,18 @@ enum {
     MAX_SPREAD = 60,               /* ratio of e8m0 scales, as a power of two, that leaves the least product normal */
 };
 
-TARGET_AVX512 INLINE __m512i exponent_table(int format) {
-    uint16_t words[32];
-    for (int code = 0; code < 32; code++) {
-        const uint32_t bits = bits_of(E2M1_VALUES[code & 15]) >> 16;
-        const uint32_t raised = bits + ((TOP_EXPONENT - 127) << 7);
-        const int is_zero = !(code & 7);
-        /* For e4m3 a significand of 1.5 becomes a mark in the last bit. */
-        const uint32_t marked = (raised & ~0x7Fu) | (raised >> 6 & 1);
-        words[code] = (uint16_t)(is_zero ? 0 : format == NVFP4 ? marked : raised);
-    }
-    return _mm512_loadu_si512(words);
+/* Sign and exponent of each code, the exponent 125 too high. */
+static const uint16_t RAISED_FOR_E8M0[16] = {
+    0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
+    0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
+/* Without the significand; one of 1.5 has a mark in the last bit. */
+static const uint16_t RAISED_FOR_E4M3[16] = {
+    0, 0x7D80, 0x7E00, 0x7E01, 0x7E80, 0x7E81, 0x7F00, 0x7F01,
+    0, 0xFD80, 0xFE00, 0xFE01, 0xFE80, 0xFE81, 0xFF00, 0xFF01};
+
+TARGET_AVX512 INLINE __m512i raised_table(int format) {
+    const uint16_t *words = format == NVFP4 ? RAISED_FOR_E4M3 : RAISED_FOR_E8M0;
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)words));
 }
 
 /* A word of each dword's low half in both its halves. */
@@ -617,11 +625,11 @@ typedef struct {
     __m128i top;                   /* see load_scales */
 } Decoder;
 
-/* Lines of 32 k (16, if `half`) -> a B tile: bf16 [16 pairs][16 rows][2]. `negative`: some e4m3 scale may be. */
-TARGET_AVX512 INLINE void decode_step(int format, int negative, int half, Lines w, int64_t k0, Decoder *decoder,
+/* Lines of 32 k (16, if `half`) -> a B tile: bf16 [16 pairs][16 rows][2]. `usual`: every e4m3 scale is. */
+TARGET_AVX512 INLINE void decode_step(int format, int usual, int half, Lines w, int64_t k0, Decoder *decoder,
                                       uint16_t *to) {
     const int block = block_size(format);
-    const __m512i table = exponent_table(format);
+    const __m512i table = raised_table(format);
 #pragma GCC unroll 2
     for (int k = 0; k < STEP_K; k += block) {
         if (half && k) {
@@ -630,9 +638,19 @@ TARGET_AVX512 INLINE void decode_step(int format, int negative, int half, Lines 
         }
         const uint8_t *scales = w.scales + (k0 + k) / block * LANES;
         __m512i down, down_of_3 = _mm512_setzero_si512(), sign = _mm512_setzero_si512();
-        if (format == NVFP4) {
+        if (format == NVFP4 && usual) {
+            /* bf16 of scale * 2^-8 is (code << 4) + (112 << 7); of 1.5 * scale, more by what the significand says. */
+            const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
+            const __m512i one = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 4);
+            const __m128i more = _mm_shuffle_epi8(
+                _mm_setr_epi8(64, 72, 80, 84, 80, 76, 72, 68, 64, 72, 80, 84, 80, 76, 72, 68),
+                _mm_and_si128(codes, _mm_set1_epi8(15)));
+            const __m512i minuend = _mm512_set1_epi16((TOP_EXPONENT - RAISED - 112) << 7);
+            down = _mm512_sub_epi16(minuend, both_halves(one));
+            down_of_3 = _mm512_sub_epi16(down, both_halves(_mm512_sub_epi32(_mm512_cvtepu8_epi32(more), _mm512_set1_epi32(1))));
+        } else if (format == NVFP4) {
             const __m512 signed_scale = load_scales(scales, NVFP4, &decoder->top);
-            const __m512 scale = negative ? _mm512_abs_ps(signed_scale) : signed_scale;
+            const __m512 scale = _mm512_abs_ps(signed_scale);
             const __m512i minuend = _mm512_set1_epi32((TOP_EXPONENT - RAISED) << 7);
             const __mmask16 zero = _mm512_testn_epi32_mask(_mm512_castps_si512(scale), _mm512_castps_si512(scale));
             const __m512i one = _mm512_srli_epi32(_mm512_castps_si512(scale), 16);
@@ -642,11 +660,8 @@ TARGET_AVX512 INLINE void decode_step(int format, int negative, int half, Lines 
             down = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(minuend, one), zero, all));
             const __m512i marked = _mm512_add_epi32(minuend, _mm512_set1_epi32(1));
             down_of_3 = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(marked, three), zero, all));
-            if (negative) {
-                const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale),
-                                                      _mm512_set1_epi32((int)0x80000000u));
-                sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
-            }
+            const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale), _mm512_set1_epi32((int)0x80000000u));
+            sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
         } else {
             const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
             decoder->top = _mm_max_epu8(decoder->top, codes);
@@ -661,66 +676,93 @@ TARGET_AVX512 INLINE void decode_step(int format, int negative, int half, Lines 
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 const __m512i raised = decode_pairs(table, line, i);
-                __m512i value = _mm512_subs_epu16(raised, down);
+                __m512i step = down;
                 if (format == NVFP4) {
                     const __mmask32 is_3 = _mm512_test_epi16_mask(raised, _mm512_set1_epi16(1));
-                    value = _mm512_mask_subs_epu16(value, is_3, raised, down_of_3);
-                    if (negative) value = _mm512_xor_si512(value, sign);
+                    step = _mm512_mask_mov_epi16(down, is_3, down_of_3);
                 }
+                __m512i value = _mm512_subs_epu16(raised, step);
+                if (format == NVFP4 && !usual) value = _mm512_xor_si512(value, sign);
                 _mm512_store_si512(to + (k + l * LINE_K) * 16 + i * 32, value);
             }
         }
     }
 }
 
-/* Smallest and largest e8m0 codes of a group in blocks that aren't NaN or, if `careful`, zeros; padding is left out. */
-static void scale_span(const Linear *p, int64_t g, int careful, int *smallest, int *largest) {
+typedef struct {
+    uint8_t smallest, largest;
+} CodeSpan;
+
+TARGET_AVX512 INLINE CodeSpan join(CodeSpan a, CodeSpan b) {
+    return (CodeSpan){a.smallest < b.smallest ? a.smallest : b.smallest, a.largest > b.largest ? a.largest : b.largest};
+}
+
+TARGET_AVX512 static CodeSpan run_span(const uint8_t *codes, int64_t count) {
+    __m512i low = _mm512_set1_epi8(-1), top = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 64) {
+        const __mmask64 mask = count - i >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << (count - i)) - 1;
+        const __m512i some = _mm512_mask_loadu_epi8(_mm512_set1_epi8(-1), mask, codes + i);
+        low = _mm512_min_epu8(low, some);
+        top = _mm512_mask_max_epu8(top, _mm512_cmpneq_epi8_mask(some, _mm512_set1_epi8(-1)), top, some);
+    }
+    uint8_t lows[64], tops[64];
+    _mm512_storeu_si512(lows, low);
+    _mm512_storeu_si512(tops, top);
+    CodeSpan span = {255, 0};
+    for (int i = 0; i < 64; i++) span = join(span, (CodeSpan){lows[i], tops[i]});
+    return span;
+}
+
+/* Of e8m0 codes other than NaN, and other than those of blocks of zeros if `careful`. Padding is left out. */
+TARGET_AVX512 static CodeSpan scale_span(const Linear *p, int64_t g, int careful) {
     const Operand *b = &p->b;
     const int64_t rows = min64(LANES, p->N - g * LANES), blocks = p->K / 32;
     const uint8_t *codes = b->scale + g * LANES * b->scale_stride;
     const uint8_t *data = (const uint8_t *)b->data + g * LANES * b->data_stride;
-    const int all_at_once = b->tiled && rows == LANES && !careful;
-    const int64_t row_stride = b->tiled ? 1 : b->scale_stride, stride = b->tiled && !all_at_once ? LANES : 1;
-    const int64_t count = all_at_once ? blocks * LANES : blocks;
-    for (int64_t r = 0; r < (all_at_once ? 1 : rows); r++, codes += row_stride) {
-        uint8_t low = 255, top = 0;
-        for (int64_t i = 0; i < count; i++) {
-            const uint8_t code = codes[i * stride];
-            if (careful) {
-                uint8_t any = 0;
-                for (int q = 0; q < 4; q++)
-                    for (int byte = 0; byte < 4; byte++)
-                        any |= b->tiled ? data[i * 256 + q * 64 + r * 4 + byte]
-                                        : data[r * b->data_stride + i * 16 + q * 4 + byte];
-                if (!(any & 0x77)) continue;
-            }
-            const uint8_t finite = code == 255 ? 0 : code;
-            low = code < low ? code : low;
-            top = finite > top ? finite : top;
+    CodeSpan span = {255, 0};
+    if (!careful) {
+        /* A group in one run if tiled (rows of padding at its end apart), a row in one run if LINEAR. */
+        const int64_t runs = b->tiled ? 1 : rows, run = b->tiled ? blocks * LANES : blocks;
+        if (!b->tiled || rows == LANES) {
+            for (int64_t r = 0; r < runs; r++) span = join(span, run_span(codes + r * b->scale_stride, run));
+            return span;
         }
-        *smallest = low < *smallest ? low : *smallest;
-        *largest = top > *largest ? top : *largest;
     }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < blocks; i++) {
+            uint8_t any = 0;
+            for (int q = 0; q < 4; q++)
+                for (int byte = 0; byte < 4; byte++)
+                    any |= b->tiled ? data[i * 256 + q * 64 + r * 4 + byte]
+                                    : data[r * b->data_stride + i * 16 + q * 4 + byte];
+            const uint8_t code = b->tiled ? codes[i * LANES + r] : codes[r * b->scale_stride + i];
+            if (code == 255 || !(any & 0x77)) continue;
+            span.smallest = code < span.smallest ? code : span.smallest;
+            span.largest = code > span.largest ? code : span.largest;
+        }
+    return span;
 }
 
-/* Whether the panel of a group keeps every value; gives the largest e8m0 code in it. */
+/* Whether a panel can keep every value of a group; gives its largest e8m0 code. */
 static int fits_panel(const Linear *p, int64_t g, int *largest) {
     *largest = 0;
     if (p->format == NVFP4) return 1;
     for (int careful = 0; careful < 2; careful++) {
-        int smallest = 255;
-        *largest = 0;
-        scale_span(p, g, careful, &smallest, largest);
-        if (*largest - smallest <= MAX_SPREAD) return 1;
+        const CodeSpan span = scale_span(p, g, careful);
+        *largest = span.largest;
+        if (span.largest - span.smallest <= MAX_SPREAD) return 1;
     }
     return 0;
 }
 
-TARGET_AVX512 static int any_negative(Lines w, int64_t blocks) {
-    __m128i any = _mm_setzero_si128();
-    for (int64_t i = 0; i < blocks; i++)
-        any = _mm_or_si128(any, _mm_loadu_si128((const __m128i *)(w.scales + i * LANES)));
-    return _mm_movemask_epi8(any) != 0;
+/* Whether all e4m3 scales are positive normal numbers: codes 0x08..0x7E. */
+TARGET_AVX512 static int are_usual(Lines w, int64_t blocks) {
+    __m128i top = _mm_setzero_si128();
+    for (int64_t i = 0; i < blocks; i++) {
+        const __m128i codes = _mm_loadu_si128((const __m128i *)(w.scales + i * LANES));
+        top = _mm_max_epu8(top, _mm_sub_epi8(codes, _mm_set1_epi8(8)));
+    }
+    return !_mm_cmpgt_epu8_mask(top, _mm_set1_epi8(0x7E - 8));
 }
 
 /* One step of up to 2 x 2 tiles: sums 0..3 += x 4, 5 times panels 6, 7. */
@@ -773,7 +815,7 @@ typedef struct {
 
 /* Few rows: the sums stay in tile registers, and each step is decoded a little before it is multiplied, for the two to
  * overlap. */
-TARGET_AMX INLINE void few_rows(int format, int negative, int row_tiles, int groups, const Rows *rows, const Lines *w,
+TARGET_AMX INLINE void few_rows(int format, int usual, int row_tiles, int groups, const Rows *rows, const Lines *w,
                                 int64_t k0, int64_t K, Decoder *decoders, uint16_t *ring) {
     const int64_t step = step_of(rows), steps = (K + STEP_K - 1) / STEP_K;
     const uint16_t *x = (const uint16_t *)rows->x + k0 / STEP_K * step;
@@ -785,9 +827,9 @@ TARGET_AMX INLINE void few_rows(int format, int negative, int row_tiles, int gro
 #pragma GCC unroll 2
             for (int i = 0; i < groups; i++) {
                 if (half)
-                    decode_step(format, negative, 1, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+                    decode_step(format, usual, 1, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
                 else
-                    decode_step(format, negative, 0, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+                    decode_step(format, usual, 0, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
             }
         }
         const int64_t done = s - RING / 2;
@@ -823,7 +865,7 @@ TARGET_AMX static void few_rows_nvfp4(int row_tiles, int groups, const Rows *row
 #undef FEW
 }
 
-TARGET_AMX static void few_rows_negative(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0,
+TARGET_AMX static void few_rows_usual(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0,
                                          int64_t K, Decoder *decoders, uint16_t *ring) {
 #define FEW(r, g, ...) few_rows(NVFP4, 1, r, g, __VA_ARGS__)
     WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
@@ -837,21 +879,23 @@ TARGET_AMX static void few_rows_mxfp4(int row_tiles, int groups, const Rows *row
 #undef FEW
 }
 
-TARGET_AVX512 INLINE void decode_panel(int format, int negative, Lines w, int64_t K, Decoder *decoder, uint16_t *panel) {
+TARGET_AVX512 INLINE void decode_panel(int format, int usual, Lines w, int64_t K, Decoder *decoder, uint16_t *panel) {
     int64_t k = 0;
-    for (; k + STEP_K <= K; k += STEP_K) decode_step(format, negative, 0, w, k, decoder, panel + k * LANES);
-    if (k < K && format == NVFP4) decode_step(format, negative, 1, w, k, decoder, panel + k * LANES);
+    for (; k + STEP_K <= K; k += STEP_K) decode_step(format, usual, 0, w, k, decoder, panel + k * LANES);
+    if (k < K && format == NVFP4) decode_step(format, usual, 1, w, k, decoder, panel + k * LANES);
 }
 
-TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space) {
+/* Groups g0.. of weights with all prepared rows; those that don't fit a panel are marked in `left` for another path. */
+TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space,
+                                uint8_t *left) {
     const int64_t count = rows->rows * rows->terms;
     const int few = count <= 32 && groups <= 2, row_tiles = count > 16 ? 2 : 1;
-    const int64_t chunk = few ? CHUNK_K : PANEL_K;
+    const int64_t chunk = !few ? PANEL_K : p->b.tiled && p->K ? p->K : CHUNK_K;
     Decoder decoders[PANEL_GROUPS];
     double factors[PANEL_GROUPS];
     for (int i = 0; i < groups; i++) {
-        int largest = 0;
-        fits_panel(p, g0 + i, &largest);
+        int largest;
+        left[g0 + i] = !fits_panel(p, g0 + i, &largest);
         decoders[i] = (Decoder){TOP_EXPONENT - 127 - RAISED + largest, _mm_setzero_si128()};
         factors[i] = ldexp(1, p->format == NVFP4 ? 8 - RAISED : largest - 127 - RAISED);
     }
@@ -860,15 +904,15 @@ TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, i
         const int64_t k1 = min64(p->K, k0 + chunk), K = k1 - k0;
         Lines w[2];
         if (few) {
-            int negative = 0;
+            int usual = 1;
             for (int i = 0; i < groups; i++) {
                 w[i] = lines_of(p, g0 + i, k0, k1, gather_avx512, space->lines + i);
-                negative |= p->format == NVFP4 && any_negative(w[i], K / 16);
+                usual &= p->format == MXFP4 || are_usual(w[i], K / 16);
             }
             if (p->format == MXFP4)
                 few_rows_mxfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
-            else if (negative)
-                few_rows_negative(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
+            else if (usual)
+                few_rows_usual(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
             else
                 few_rows_nvfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
             continue;
@@ -878,7 +922,7 @@ TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, i
             uint16_t *to = space->panel + i * PANEL_K * LANES;
             if (p->format == MXFP4)
                 decode_panel(MXFP4, 0, w[0], K, decoders + i, to);
-            else if (any_negative(w[0], K / 16))
+            else if (are_usual(w[0], K / 16))
                 decode_panel(NVFP4, 1, w[0], K, decoders + i, to);
             else
                 decode_panel(NVFP4, 0, w[0], K, decoders + i, to);
@@ -947,7 +991,7 @@ static int x86_linear(const Linear *p) {
         const int64_t count = rows.rows * terms;
         if (count % rows.height) memset(rows.x, 0, bytes);
         const int64_t wilds = prepare_rows(p, &rows, wild);
-        int unit = 1, any_left = 0;
+        int unit = 1;
         if (amx) {
             const int64_t share = groups / (4 * p->threads);
             unit = count <= 32 || share < 4 ? 2 : share < PANEL_GROUPS ? 4 : PANEL_GROUPS;
@@ -980,21 +1024,14 @@ static int x86_linear(const Linear *p) {
                     group_avx512(p, &rows, u, space.lines, space.sums);
                     continue;
                 }
-                for (int64_t g = g0; g < g1; g++) {
-                    int largest;
-                    if (fits_panel(p, g, &largest)) continue;
-                    left[g] = 1;
-#pragma omp atomic write
-                    any_left = 1;
-                }
-                unit_amx(p, &rows, g0, (int)(g1 - g0), &space);
+                unit_amx(p, &rows, g0, (int)(g1 - g0), &space, left);
             }
             if (amx) release_tiles();
             free(space.panel);
             free(space.sums);
             restore_float(old);
         }
-        if (!failed && any_left) failed = exact_range(p, rows.m0, rows.rows, left);
+        if (!failed && amx && memchr(left, 1, groups)) failed = exact_range(p, rows.m0, rows.rows, left);
         if (!failed && wilds) failed = exact_rows(p, wild, wilds, NULL);
     }
     free(wild);
