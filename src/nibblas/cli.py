@@ -135,14 +135,14 @@ def _print_json(data: Any) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, as progress(done, total, text); nothing where stderr is no terminal."""
+    """A bar on stderr, as progress(done, total or 0, text); nothing where stderr is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int, text: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{what} {escape(_shorten(text))}")
+            bar.update(task, completed=done, total=total or None, description=f"{what} {escape(_shorten(text))}")
 
         yield advance
 
@@ -210,8 +210,8 @@ def doctor(
     """
     from nibblas.bench.doctor import diagnose, print_diagnosis
 
-    with _progress("") as advance:
-        found = diagnose(threads, again, progress=lambda text: advance(0, 1, text))
+    with _progress("measuring") as advance:
+        found = diagnose(threads, again, progress=lambda device: advance(0, 0, device))
     if as_json:
         _print_json(found.as_dict())
     else:

@@ -104,14 +104,14 @@ def diagnose(
 ) -> Diagnosis:
     """Look at this machine. Measures the roofline of each device that has none yet (of all with `again`), and keeps it.
 
-    threads : of the CPU, torch's own number by default. progress : called with what is measured, before it is.
+    threads : of the CPU, torch's own number by default. progress : called with the device that is measured next.
     """
     devices = [CPU, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     rooflines = []
     for device in devices:
         count = (threads or torch.get_num_threads()) if device.type == "cpu" else 0
         if progress and (again or roofline(device, count).source != "measured"):
-            progress(f"measuring {device_name(device)}")
+            progress(device_name(device))
         rooflines.append(probe.measure(device, threads, again))
     archs = dict.fromkeys(arch_of(device) for device in devices)
     return Diagnosis(
