@@ -396,3 +396,15 @@ def test_rows_beyond_two_gigabytes():
     x.copy_(near)
     assert torch.equal(nb.linear(x, w, out=out), nb.linear(near, w))
     assert torch.equal(nb.quantize(x, nb.NVFP4).data, nb.quantize(near, nb.NVFP4).data)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantize_into_another(format):
+    x, out = torch.randn(3, 64), nb.quantize(torch.ones(3, 64), format)
+    assert nb.quantize(x, format, out=out) is out
+    want = nb.quantize(x, format)
+    assert torch.equal(out.data, want.data)
+    assert torch.equal(out.scale, want.scale)
+    assert torch.equal(nb.dequantize(out), nb.dequantize(want))
+    refused(ValueError, "quantize: out is .* need the like of", lambda: nb.quantize(torch.ones(2, 64), format, out=out))
+    refused(ValueError, "need the like of", lambda: nb.quantize(x, format, scale_rule="search", out=out))

@@ -11,6 +11,7 @@ from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout
 from nibblas.ops import bmm, explain, gated_linear, grouped_linear, grouped_matmul, linear, matmul, moe, quantize
 from nibblas.quantize import dequantize, rotate
+from nibblas.storage import StorageError, load, save
 from nibblas.tensor import ScaledTensor, stack
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "NoKernelError",
     "SHUFFLED_16x16",
     "ScaledTensor",
+    "StorageError",
     "TiledLayout",
     "bmm",
     "dequantize",
@@ -33,11 +35,13 @@ __all__ = [
     "grouped_linear",
     "grouped_matmul",
     "linear",
+    "load",
     "matmul",
     "moe",
     "nn",
     "quantize",
     "reference",
     "rotate",
+    "save",
     "stack",
 ]

@@ -339,12 +339,14 @@ def moe(
     activation: str = "silu",
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
 ) -> Tensor:
     """A mixture of experts: for each token the weighted sum over its experts of down(act(gate) * up).
 
     x (T, H); expert_ids (T, top_k) integers, -1 for none; expert_weights (T, top_k); w_gate, w_up (E, I, H);
     w_down (E, H, I); biases (E, I), (E, I), (E, H), each inside its product, so that the routing weight counts for it.
-    Intermediate results are held in x's dtype (fp32 for the gated activation itself). Returns (T, H).
+    Intermediate results are held in x's dtype (fp32 for the gated activation itself). `kernel` names the grouped_linear
+    kernel of all three products. Returns (T, H).
     """
     op = "moe"
     for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
@@ -380,10 +382,11 @@ def moe(
     experts = torch.arange(E + 1, device=x.device, dtype=expert_ids.dtype)
     offsets = torch.searchsorted(expert_ids.flatten()[order].contiguous(), experts)
     rows = x[order // top_k] if top_k else x[:0]
-    gate = grouped_linear(rows, w_gate, offsets, bias_gate, out_dtype=torch.float32)
-    up = grouped_linear(rows, w_up, offsets, bias_up, out_dtype=torch.float32)
+    options = {"out_dtype": torch.float32, "kernel": kernel}
+    gate = grouped_linear(rows, w_gate, offsets, bias_gate, **options)  # type: ignore[arg-type]
+    up = grouped_linear(rows, w_up, offsets, bias_up, **options)  # type: ignore[arg-type]
     hidden = ACTIVATIONS[activation](gate, up).to(x.dtype)
-    down = grouped_linear(hidden, w_down, offsets, bias_down, out_dtype=torch.float32)
+    down = grouped_linear(hidden, w_down, offsets, bias_down, **options)  # type: ignore[arg-type]
     # Back to token order, then a sum in the order of the token's experts: no atomics.
     by_token = torch.empty_like(down)
     by_token[order] = down
@@ -404,6 +407,7 @@ def quantize(
     block_dim: int = -1,
     strict: bool = False,
     rotation: int = 0,
+    out: ScaledTensor | None = None,
     kernel: str | None = None,
 ) -> ScaledTensor:
     """A ScaledTensor nearest to x by a named scale rule; what `nibblas.quantize.quantize` defines, by a fast kernel.
@@ -417,6 +421,7 @@ def quantize(
     block_dim : the dimension along which blocks lie; it becomes the last of the result.
     strict : raise where a block holds NaN or Inf instead of marking that block NaN.
     rotation : size of a block Hadamard rotation along K (16, 32, 64, 128), 0 for none.
+    out : a ScaledTensor as the call would return, whose parts are overwritten; it is returned.
     kernel : name of the kernel to use.
 
     >>> nb.quantize(torch.ones(2, 32), nb.MXFP4)
@@ -441,7 +446,24 @@ def quantize(
         bad = int(target.scale_code.is_nan(scale).sum())
         if bad:
             raise ValueError(f"quantize: {bad} of {scale.numel()} blocks hold NaN or Inf (strict=True)")
-    return ScaledTensor(data, scale, target, given, LINEAR, LINEAR, rule, rotation)
+    found = ScaledTensor(data, scale, target, given, LINEAR, LINEAR, rule, rotation)
+    return found if out is None else _overwrite(out, found)
+
+
+def _overwrite(out: ScaledTensor, found: ScaledTensor) -> ScaledTensor:
+    """Copy the parts of `found` into those of `out`, which must be its like."""
+
+    def facts(t: ScaledTensor) -> tuple:
+        shape = None if t.global_scale is None else tuple(t.global_scale.shape)
+        return t.format, tuple(t.shape), t.layout, t.data_layout, t.scale_rule, t.rotation, shape, t.device
+
+    if facts(out) != facts(found):
+        raise ValueError(f"quantize: out is {out}, need the like of {found}")
+    out.data.copy_(found.data)
+    out.scale.copy_(found.scale)
+    if out.global_scale is not None and found.global_scale is not None:
+        out.global_scale.copy_(found.global_scale)
+    return out
 
 
 def explain(op: str, x: Operand, w: ScaledTensor, bias: Tensor | None = None, **options) -> Explanation:
