@@ -100,14 +100,14 @@ INLINE Lines lines_of(const Linear *p, int64_t g, int64_t k0, int64_t k1, Gather
 
 /* --- results -------------------------------------------------------------------------------------------------------- */
 
-/* Store a group of one row of results: sums times a power of two, global scales, bias, one narrowing. */
-INLINE void store_row(const Linear *p, int64_t m, int64_t g, double factor, const float *sums) {
+/* Store a group of one row of results: global scales and bias in fp32, one narrowing. */
+INLINE void store_row(const Linear *p, int64_t m, int64_t g, const float *sums) {
     const int64_t n = g * LANES, columns = min64(LANES, p->N - n);
     float value[LANES], bias[LANES] = {0};
     if (p->bias)
         for (int64_t j = 0; j < columns; j++) bias[j] = load_float(p->bias, n + j, p->bias_dtype);
     for (int j = 0; j < LANES; j++)
-        value[j] = (float)(sums[j] * factor) * p->a.global_scale * p->b.global_scale + bias[j];
+        value[j] = sums[j] * p->a.global_scale * p->b.global_scale + bias[j];
     const int64_t at = m * p->out_stride + n;
     if (columns < LANES) {
         for (int64_t j = 0; j < columns; j++) store_float(p->out, at + j, p->out_dtype, value[j]);
@@ -117,19 +117,6 @@ INLINE void store_row(const Linear *p, int64_t m, int64_t g, double factor, cons
         for (int j = 0; j < LANES; j++) store_float(p->out, at + j, BF16, value[j]);
     } else {
         for (int j = 0; j < LANES; j++) store_float(p->out, at + j, FP16, value[j]);
-    }
-}
-
-/* Add up the terms of each row, the smallest first, and store: sums[rows * terms][stride], a group wide. */
-INLINE void store_rows(const Linear *p, int64_t m0, int64_t rows, int64_t g, int terms, double factor,
-                       const float *sums, int64_t stride) {
-    for (int64_t m = 0; m < rows; m++) {
-        float total[LANES];
-        const float *row = sums + m * terms * stride;
-        for (int j = 0; j < LANES; j++) total[j] = row[(terms - 1) * stride + j];
-        for (int t = terms - 2; t >= 0; t--)
-            for (int j = 0; j < LANES; j++) total[j] += row[t * stride + j];
-        store_row(p, m0 + m, g, factor, total);
     }
 }
 
@@ -182,7 +169,7 @@ static void exact_group(const Linear *p, const int64_t *rows, int count, const d
     for (int m = 0; m < count; m++) {
         float sum[LANES];
         for (int r = 0; r < LANES; r++) sum[r] = (float)(sums[m][r] * global_scale);
-        store_row(&rest, rows[m], g, 1, sum);
+        store_row(&rest, rows[m], g, sum);
     }
 }
 
@@ -361,7 +348,7 @@ TARGET_AVX2 static void group_avx2(const Linear *p, const Rows *rows, int64_t g,
         else if (rows->rows - m == 1)
             tile_avx2(1, x + m * rows->tile, rows->tile, panel, k1 - k0, sums + m * LANES);
     }
-    store_rows(p, rows->m0, rows->rows, g, 1, 1, sums, LANES);
+    for (int64_t m = 0; m < rows->rows; m++) store_row(p, rows->m0 + m, g, sums + m * LANES);
 }
 
 /* --- avx512: activations as bf16 terms ------------------------------------------------------------------------------ */
@@ -446,7 +433,7 @@ TARGET_AVX512 static void gather_avx512(const uint8_t *from, const uint8_t *next
 #pragma GCC unroll 16
         for (int r = 0; r < 16; r++) {
             const uint8_t *row = from + (r < rows ? r : rows - 1) * stride + at;
-            _mm_prefetch((const char *)next + r * stride + at, _MM_HINT_T0);
+            _mm_prefetch((const char *)next + r * stride + at, _MM_HINT_T1);
             in[r] = _mm512_maskz_loadu_epi8(mask, row);
         }
         /* 16 x 16 transpose of dwords: within 4 x 4 squares, then the squares. */
@@ -481,7 +468,7 @@ TARGET_AVX512 static void gather_avx512(const uint8_t *from, const uint8_t *next
     }
 }
 
-/* Scales of a block, 16 rows. e4m3 comes as value * 2^-8 (an fp16 with another bias), for store_rows to undo.
+/* Scales of a block, 16 rows. e4m3 comes as value * 2^-8 (an fp16 with another bias), for store_rows_avx512 to undo.
  * NaN codes are not looked at here: `top` gathers the largest magnitude codes, and nan_rows reads it. */
 TARGET_AVX512 INLINE __m512 load_scales(const uint8_t *scales, int format, __m128i *top) {
     const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
@@ -509,6 +496,44 @@ TARGET_AVX512 INLINE __m512i bf16_table(void) {
 
 TARGET_AVX512 INLINE __m512i decode_pairs(__m512i table, __m512i line, int i) {
     return _mm512_permutexvar_epi16(_mm512_srli_epi32(line, 4 * i), table);
+}
+
+/* --- avx512: results ------------------------------------------------------------------------------------------------ */
+
+/* As store_row for all prepared rows: the terms of each are added up, the smallest first, and multiplied by two powers of
+ * two, which together fp32 may not hold. */
+TARGET_AVX512 static void store_rows_avx512(const Linear *p, const Rows *rows, int64_t g, float factor, float factor2,
+                                            const float *sums, int64_t stride) {
+    const int64_t n = g * LANES, columns = min64(LANES, p->N - n);
+    const __mmask16 mask = (__mmask16)((1u << columns) - 1);
+    float bias[LANES] = {0};
+    if (p->bias)
+        for (int64_t j = 0; j < columns; j++) bias[j] = load_float(p->bias, n + j, p->bias_dtype);
+    const __m512 added = _mm512_loadu_ps(bias);
+    const int terms = rows->terms;
+    for (int64_t m = 0; m < rows->rows; m++, sums += terms * stride) {
+        __m512 value = _mm512_loadu_ps(sums + (terms - 1) * stride);
+        for (int t = terms - 2; t >= 0; t--) value = _mm512_add_ps(value, _mm512_loadu_ps(sums + t * stride));
+        value = _mm512_mul_ps(_mm512_mul_ps(value, _mm512_set1_ps(factor)), _mm512_set1_ps(factor2));
+        value = _mm512_mul_ps(value, _mm512_set1_ps(p->a.global_scale));
+        value = _mm512_add_ps(_mm512_mul_ps(value, _mm512_set1_ps(p->b.global_scale)), added);
+        const int64_t at = (rows->m0 + m) * p->out_stride + n;
+        if (p->out_dtype == FP32) {
+            _mm512_mask_storeu_ps((float *)p->out + at, mask, value);
+            continue;
+        }
+        __m256i words;
+        if (p->out_dtype == FP16) {
+            words = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        } else {
+            const __m512i bits = _mm512_castps_si512(value), odd = _mm512_srli_epi32(_mm512_slli_epi32(bits, 15), 31);
+            const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+            const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+            words = _mm512_cvtepi32_epi16(
+                _mm512_srli_epi32(_mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7FC00000)), 16));
+        }
+        _mm256_mask_storeu_epi16((uint16_t *)p->out + at, mask, words);
+    }
 }
 
 /* --- avx512: vdpbf16ps ---------------------------------------------------------------------------------------------- */
@@ -582,7 +607,7 @@ TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_
         else
             tiles_avx512(MXFP4, rows, k0, w, k1 - k0, sums);
     }
-    store_rows(p, rows->m0, rows->rows, g, rows->terms, p->format == NVFP4 ? 256 : 1, sums, LANES);
+    store_rows_avx512(p, rows, g, p->format == NVFP4 ? 256 : 1, 1, sums, LANES);
 }
 
 /* --- amx ------------------------------------------------------------------------------------------------------------ */
@@ -590,12 +615,12 @@ TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_
 /* bf16 of code * scale is made in integers. A table gives a code's sign and exponent, the latter too high; a subtraction
  * with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the significands meet in what is
  * subtracted, which is one of two words: for codes of significand 1 and of 1.5. All values are made too large by a power
- * of two, about 2^60 at the most, so that tame activations times them are far from the subnormals; store_rows undoes it.
+ * of two, about 2^60 at the most, so that tame activations times them are far from the subnormals; store_rows_avx512 undoes it.
  */
 enum {
     TILE_WORDS = 16 * STEP_K,
-    PANEL_GROUPS = 8,              /* groups decoded together, at most */
-    PANEL_K = 512,
+    PANEL_GROUPS = 4,              /* groups decoded together, at most */
+    PANEL_K = 256,
     RING = 4,                      /* steps decoded ahead of the tiles that use them; a power of two */
     TOP_EXPONENT = 252,            /* of code 1.0 in the table */
     RAISED = 60,                   /* power of two by which values are too large; for e8m0 that of the largest scale */
@@ -892,12 +917,12 @@ TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, i
     const int few = count <= 32 && groups <= 2, row_tiles = count > 16 ? 2 : 1;
     const int64_t chunk = !few ? PANEL_K : p->b.tiled && p->K ? p->K : CHUNK_K;
     Decoder decoders[PANEL_GROUPS];
-    double factors[PANEL_GROUPS];
+    float factors[PANEL_GROUPS];                    /* besides 2^-RAISED */
     for (int i = 0; i < groups; i++) {
         int largest;
         left[g0 + i] = !fits_panel(p, g0 + i, &largest);
         decoders[i] = (Decoder){TOP_EXPONENT - 127 - RAISED + largest, _mm_setzero_si128()};
-        factors[i] = ldexp(1, p->format == NVFP4 ? 8 - RAISED : largest - 127 - RAISED);
+        factors[i] = p->format == NVFP4 ? 256 : e8m0_decode((uint8_t)largest);
     }
     if (few) WITH_TILES(row_tiles, groups, zero_sums);
     for (int64_t k0 = 0; k0 < p->K; k0 += chunk) {
@@ -938,7 +963,7 @@ TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, i
         const __mmask16 nan = nan_rows(decoders[i].top, p->format);
         for (int64_t m = 0; nan && m < count; m++)
             _mm512_mask_storeu_ps(sums + m * SUMS_STRIDE, nan, _mm512_set1_ps(NAN));
-        store_rows(p, rows->m0, rows->rows, g0 + i, rows->terms, factors[i], sums, SUMS_STRIDE);
+        store_rows_avx512(p, rows, g0 + i, 1 / (float)((int64_t)1 << RAISED), factors[i], sums, SUMS_STRIDE);
     }
 }
 
