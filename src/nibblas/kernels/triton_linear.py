@@ -1,0 +1,260 @@
+"""c = a @ b.T with FP4 weights in Triton: b is decoded to bf16 or fp16 in registers, exactly, and meets tensor cores.
+
+Right on every GPU that Triton compiles for; on Hopper hand-written CUDA is faster, this is the fallback and the check.
+Any M, N, L; K of whole blocks. a is bf16, fp16, fp32 (fp32, and fp16 with MXFP4, as two or three bf16 terms whose sum
+is exact) or FP4. Small M: bound by decoding b (about 2.5 instructions an element and one trip through shared memory),
+then by reading it. K is split over programs, and a second kernel adds the partial sums in a fixed order: no atomics, a
+workspace a call. Large M: bound by tensor cores that wait for decoding, which every row of tiles repeats.
+A product without tensor cores (M = 1) was tried and is no faster than a padded tile of 16 rows.
+
+`triton_linear_invariant` is the same with one tile shape and no split whatever M is. `triton_linear_native` needs FP4 x
+FP4 and tensor cores that take block scales: dot_scaled with scales in BLOCKED_128x4. Native means BLOCK_M = 128 on
+sm_100 and sm_103 (below, triton 3.6 fails or decodes to bf16 without a word), 16 to 128 on sm_120 and gfx950. gfx950
+takes MXFP4 only; there dot_scaled of NVFP4 does not compile, elsewhere it decodes with heavy spills. Negative e4m3
+scales, which no quantizer writes, are not native (their sign is ignored). It was compiled, never run.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibblas.formats import FORMATS, MXFP4
+from nibblas.kernel import Kernel
+from nibblas.kernels.triton_launch import (
+    ARCHS,
+    DEVICE_CODE,
+    Launch,
+    Target,
+    also,
+    batch_arguments,
+    block_size,
+    dot_dtype,
+    operand_arguments,
+    rows_contiguous,
+    scale_align,
+    target_of,
+    tl_dtype,
+)
+from nibblas.layouts import LINEAR, BLOCKED_128x4
+from nibblas.problem import DTYPES, Problem
+from nibblas.roofline import Roofline
+from nibblas.tensor import ScaledTensor
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes, programs along K (SPLIT), row tiles that run together (GROUP), and how a launch is compiled."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    SPLIT: int = 1
+    GROUP: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name.isupper()}
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def config_for(M: int, N: int, K: int, L: int, block_size: int, terms: int, target: Target) -> Config:
+    """The tile for a product with b of this block_size, by M and by how many programs fill the device.
+
+    From timing 274 configurations at N = 7168, K = 16384 on an H200; below 128 KiB of shared memory one stage less.
+    """
+    stages = 3 if target.shared_memory > 128 << 10 else 2
+    if M <= 64:
+        BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
+        # 4 bytes of scales a thread and step: fewer can't be copied asynchronously.
+        BLOCK_N, BLOCK_K = (64, 256) if M <= 32 else (128, 128)
+        programs = 6.0 if M <= 32 else 2.0
+        config = Config(BLOCK_M, BLOCK_N, BLOCK_K, num_stages=stages)
+    elif terms > 1:
+        config, programs = Config(64, 64, 64, num_stages=2), 2.0
+    else:
+        BLOCK_K = 64 if block_size == 16 or stages == 2 else 128
+        config, programs = Config(128, 128, BLOCK_K, num_warps=4 if M > 1024 else 8, num_stages=stages), 1.5
+    tiles = L * -(-M // config.BLOCK_M) * -(-N // config.BLOCK_N)
+    return replace(config, SPLIT=split_for(tiles, -(-K // config.BLOCK_K), round(programs * target.multiprocessors)))
+
+
+def split_for(tiles: int, steps: int, programs: int) -> int:
+    """Splits of K, a power of two up to 16: enough for `programs` programs, each with four steps at least."""
+    split = 1
+    while split < 16 and tiles * split < programs and steps >= 8 * split:
+        split *= 2
+    return split
+
+
+INVARIANT = Config(64, 64, 128)
+
+
+def linear_launches(
+    a: Tensor | ScaledTensor,
+    b: ScaledTensor,
+    bias: Tensor | None,
+    out: Tensor,
+    target: Target,
+    config: Config | None = None,
+) -> list[Launch]:
+    """The launches that write a @ b.T + bias to out; shapes as in `launch`."""
+    a, b = rows_contiguous(a), rows_contiguous(b)
+    (M, K), N, L = a.shape[-2:], b.shape[-2], b.shape[0] if b.ndim == 3 else 1
+    dtype, terms = dot_dtype(a, b.format, target)
+    config = config or config_for(M, N, K, L, b.format.block_size, terms, target)
+    split, align = config.SPLIT, scale_align((a, b))
+    partial_sums = out.new_empty((split, L, M, N), dtype=torch.float32) if split > 1 else None
+    blocks = {"A_BLOCK": block_size(a), "B_BLOCK": block_size(b)}
+    batch_a, batch_b = batch_arguments("a", a, align), batch_arguments("b", b, align)
+    out_strides = {"out_stride": out.stride(-2), "out_batch": out.stride(0) if out.ndim == 3 else 0}
+    product = Launch(
+        "triton_linear_device",
+        "linear_kernel",
+        -(-M // config.BLOCK_M) * -(-N // config.BLOCK_N) * L * split,
+        {
+            **operand_arguments("a", a, align),
+            **operand_arguments("b", b, align),
+            **batch_a,
+            **batch_b,
+            "bias": bias,
+            "out": out if partial_sums is None else partial_sums,
+            **{"M": M, "N": N, "K": K, "L": L},
+            **out_strides,
+            **config.constants,
+            **blocks,
+            "SCALE_ALIGN": align,
+            "DTYPE": tl_dtype(dtype),
+            "TERMS": terms,
+            "PTX": target.ptx,
+            "TAIL": K % config.BLOCK_K != 0,
+        },
+        config.options,
+    )
+    if partial_sums is None:
+        return [product]
+    BLOCK = 256
+    reduction = Launch(
+        "triton_linear_device",
+        "sum_splits",
+        L * M * -(-N // BLOCK),
+        {
+            "partial": partial_sums,
+            "a_global": product.arguments["a_global"],
+            "b_global": product.arguments["b_global"],
+            "bias": bias,
+            "out": out,
+            **{"M": M, "N": N, "L": L},
+            "a_global_stride": batch_a["a_global_stride"],
+            "b_global_stride": batch_b["b_global_stride"],
+            **out_strides,
+            **blocks,
+            "SPLIT": split,
+            "BLOCK": BLOCK,
+        },
+        {"num_warps": 2},
+    )
+    return [product, reduction]
+
+
+def native_config(target: Target) -> Config:
+    """The tile on FP4 tensor cores: 128 rows where less is not native, 64 where 128 would spill."""
+    if target.arch in ("sm_120", "sm_121", "gfx950"):
+        return Config(64, 128, 256, num_stages=2)
+    return Config(128, 128, 256)
+
+
+def native_launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, target: Target) -> Launch:
+    """The launch that writes a @ b.T + bias to out on FP4 tensor cores; scales of both in BLOCKED_128x4."""
+    M, N, K, L = a.shape[-2], b.shape[-2], b.K, b.shape[0] if b.ndim == 3 else 1
+    config = native_config(target)
+    constants = config.constants
+    del constants["SPLIT"]
+    arguments = {
+        **operand_arguments("a", a, 1),
+        **operand_arguments("b", b, 1),
+        **batch_arguments("a", a, 1),
+        **batch_arguments("b", b, 1),
+        "bias": bias,
+        "out": out,
+        **{"M": M, "N": N, "K": K},
+        "out_stride": out.stride(-2),
+        "out_batch": out.stride(0) if out.ndim == 3 else 0,
+        **constants,
+        "BLOCK_SIZE": b.format.block_size,
+        "TAIL": K % config.BLOCK_K != 0,
+    }
+    del arguments["a_scale_stride"], arguments["b_scale_stride"]  # BLOCKED_128x4 has no rows
+    return Launch(
+        "triton_linear_device",
+        "native_kernel",
+        -(-M // config.BLOCK_M) * -(-N // config.BLOCK_N) * L,
+        arguments,
+        config.options,
+    )
+
+
+def launch(
+    a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None
+) -> None:
+    """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K) in LINEAR layouts, bias (N,), out ([L,] M, N)."""
+    for each in linear_launches(a, b, bias, out, target_of(out.device), config):
+        each.run()
+
+
+def launch_native(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write a @ b.T + bias to out: shapes as in `launch`, both FP4 of one format, scales in BLOCKED_128x4."""
+    native_launch(a, b, bias, out, target_of(out.device)).run()
+
+
+def cost(problem: Problem, line: Roofline) -> float:
+    """Fitted to four shapes on an H200: launch, prologue and the adding of splits, then some floors."""
+    floors = 2.4 if problem.M <= 16 else 3.1 if problem.M <= 64 else 2.4 if problem.M <= 1024 else 1.9
+    return 6.5e-6 + floors * line.floor(problem)
+
+
+def cost_invariant(problem: Problem, line: Roofline) -> float:
+    """As `cost`, and twice the floors where unsplit K leaves multiprocessors idle."""
+    return 6.5e-6 + 6 * line.floor(problem)
+
+
+_decoding = partial(
+    Kernel,
+    op="linear",
+    archs=ARCHS,
+    operands=tuple((a, b) for b in FORMATS for a in (*DTYPES, *FORMATS)),
+    outs=tuple(DTYPES),
+    sources=(*DEVICE_CODE, "kernels/triton_linear.py", "kernels/triton_linear_device.py"),
+    also=also,
+    batched=True,
+)
+_native = partial(
+    _decoding,
+    a_layouts=((BLOCKED_128x4, LINEAR),),
+    b_layouts=((BLOCKED_128x4, LINEAR),),
+    launch=launch_native,
+    cost=lambda problem, line: 1.5 * line.floor(problem) + 6e-6,
+    batch_invariant=True,
+)
+KERNELS = (
+    _decoding(name="triton_linear", launch=launch, cost=cost),
+    _decoding(
+        name="triton_linear_invariant",
+        launch=partial(launch, config=INVARIANT),
+        cost=cost_invariant,
+        batch_invariant=True,
+    ),
+    _native(
+        name="triton_linear_native",
+        archs=("sm_100", "sm_103", "sm_120", "sm_121"),
+        operands=tuple((name, name) for name in FORMATS),
+    ),
+    _native(name="triton_linear_native_gfx950", archs=("gfx950",), operands=((MXFP4.name, MXFP4.name),)),
+)
