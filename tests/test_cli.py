@@ -216,6 +216,8 @@ def test_ctrl_c_is_status_130(tmp_path):
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        # Where the tests run in the background, SIGINT comes to them ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline, writer = time.monotonic() + 60, None
     while writer is None and time.monotonic() < deadline:
