@@ -1,9 +1,16 @@
-"""The support table of the README: which kernels answer what on which device, and what is known of each."""
+"""The support table of the README: which kernels answer what on which device, and what is known of each.
+
+`python -m nibblas.bench.support` writes it there.
+"""
+
+import re
+from pathlib import Path
 
 from nibblas import evidence
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
 
+MARKS = ("<!-- support: `python -m nibblas.bench.support` writes this -->", "<!-- /support -->")
 # The architectures we speak of, as Problem.arch names them.
 DEVICES = {
     "CPU": ("cpu",),
@@ -47,3 +54,21 @@ def support_table() -> str:
             cells.append("<br>".join(f"{k.name} ({known(k, archs)})" for k in own))
         lines.append(f"| {device} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def write(readme: Path) -> None:
+    """Bring the table in a README up to date, between its marks."""
+    start, end = MARKS
+    text, found = re.subn(
+        f"{re.escape(start)}.*?{re.escape(end)}",
+        lambda _: f"{start}\n{support_table()}\n{end}",
+        readme.read_text(),
+        flags=re.DOTALL,
+    )
+    if found != 1:
+        raise ValueError(f"{readme}: {found} places lie between {start} and {end}, need one")
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parents[3] / "README.md")
