@@ -4,7 +4,7 @@
  * ROWS_16x4); the scales of a block are 16 bytes (ROWS_16x1). LINEAR weights are transposed into such lines in L1.
  *
  * Tiers:
- *   amx       codes times scales, exact in bf16, become panels of B tiles; for more than a few rows.
+ *   amx       codes times scales, exact in bf16, become tiles.
  *   avx512    codes become bf16 pairs by vpermw; vdpbf16ps sums a block, one fp32 FMA a block applies the scale.
  *   avx2      codes times scales become fp32 panels for FMA.
  *   portable  the same in double. It also takes what the others could get wrong: rows of activations so small or large
@@ -55,11 +55,20 @@ typedef struct {
     const uint8_t *scales;         /* [k / block_size][16 rows] */
 } Lines;
 
+/* What LINEAR weights are transposed into: a group, some k of it. */
 typedef struct {
-    /* What LINEAR weights are transposed into; room for a whole vector more than a chunk needs. */
-    _Alignas(64) uint8_t lines[CHUNK_K / LINE_K * 64 + 1024];
-    uint8_t scales[CHUNK_K + 1024];
+    uint8_t *lines, *scales;
 } LinesBuffer;
+
+static LinesBuffer lines_buffer(const Linear *p, int64_t K) {
+    if (p->b.tiled) return (LinesBuffer){NULL, NULL};
+    /* gather_avx512 writes whole vectors. */
+    const int64_t bytes = LANES * K / 2 + 64;
+    uint8_t *both = allocate(bytes + LANES * K / block_size(p->format) + 64);
+    return (LinesBuffer){both, both ? both + bytes : NULL};
+}
+
+static int is_missing(const Linear *p, LinesBuffer buffer) { return !p->b.tiled && !buffer.lines; }
 
 /* `bytes` of 16 LINEAR rows -> [bytes / unit][16][unit]. Rows past the last repeat it. */
 INLINE void gather(const uint8_t *from, int64_t stride, int64_t rows, int64_t bytes, int unit, uint8_t *to) {
@@ -82,7 +91,7 @@ static void gather_portable(const uint8_t *from, const uint8_t *next, int64_t st
         gather(from, stride, rows, bytes, 1, to);
 }
 
-/* Lines of group g for k in k0..k1, k1 - k0 <= CHUNK_K unless the weights are tiled. */
+/* Lines of group g for k in k0..k1, which `buffer` has room for. */
 INLINE Lines lines_of(const Linear *p, int64_t g, int64_t k0, int64_t k1, Gather *gather_lines, LinesBuffer *buffer) {
     const Operand *b = &p->b;
     const int block = block_size(p->format);
@@ -178,22 +187,29 @@ static int exact_rows(const Linear *p, const int64_t *rows, int64_t count, const
     const int64_t at_once = min64(count, EXACT_ROWS), groups = groups_of(p);
     double *x = allocate(at_once * p->K * sizeof(double));
     if (!x) return -1;
+    int failed = 0;
     for (int64_t first = 0; first < count; first += at_once) {
         const int64_t some = min64(at_once, count - first);
 #pragma omp parallel num_threads(p->threads)
         {
             const unsigned old = exact_float();
-            LinesBuffer buffer;
+            LinesBuffer buffer = lines_buffer(p, EXACT_K);
+            const int missing = is_missing(p, buffer);
+            if (missing) {
+#pragma omp atomic write
+                failed = 1;
+            }
 #pragma omp for
             for (int64_t m = 0; m < some; m++) exact_row(p, rows[first + m], x + m * p->K);
 #pragma omp for schedule(dynamic)
             for (int64_t g = 0; g < groups; g++)
-                if (!only || only[g]) exact_group(p, rows + first, (int)some, x, g, &buffer);
+                if (!missing && (!only || only[g])) exact_group(p, rows + first, (int)some, x, g, &buffer);
+            free(buffer.lines);
             restore_float(old);
         }
     }
     free(x);
-    return 0;
+    return failed ? -1 : 0;
 }
 
 static int exact_range(const Linear *p, int64_t m0, int64_t count, const uint8_t *only) {
@@ -619,8 +635,6 @@ TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_
  */
 enum {
     TILE_WORDS = 16 * STEP_K,
-    PANEL_GROUPS = 4,              /* groups decoded together, at most */
-    PANEL_K = 256,
     RING = 4,                      /* steps decoded ahead of the tiles that use them; a power of two */
     TOP_EXPONENT = 252,            /* of code 1.0 in the table */
     RAISED = 60,                   /* power of two by which values are too large; for e8m0 that of the largest scale */
@@ -768,8 +782,8 @@ TARGET_AVX512 static CodeSpan scale_span(const Linear *p, int64_t g, int careful
     return span;
 }
 
-/* Whether a panel can keep every value of a group; gives its largest e8m0 code. */
-static int fits_panel(const Linear *p, int64_t g, int *largest) {
+/* Whether bf16 of one exponent range can hold every value of a group; gives its largest e8m0 code. */
+static int fits_bf16(const Linear *p, int64_t g, int *largest) {
     *largest = 0;
     if (p->format == NVFP4) return 1;
     for (int careful = 0; careful < 2; careful++) {
@@ -790,60 +804,67 @@ TARGET_AVX512 static int are_usual(Lines w, int64_t blocks) {
     return !_mm_cmpgt_epu8_mask(top, _mm_set1_epi8(0x7E - 8));
 }
 
-/* One step of up to 2 x 2 tiles: sums 0..3 += x 4, 5 times panels 6, 7. */
-TARGET_AMX INLINE void multiply_step(int row_tiles, int groups, const uint16_t *x, int64_t tile, const uint16_t *panel,
-                                     int64_t panel_words) {
-    _tile_loadd(6, panel, 64);
+enum { SUMS_STRIDE = 2 * LANES, MAX_TILES = 4 };
+
+/* The sums of up to 4 tiles stay in tile registers 0..3: row tiles x groups, of 2 x 2 at most or 4 x 1. Tiles of
+ * activations are in 4 and 5, of weights in 6 and 7. Numbers of tile registers must be constants. */
+TARGET_AMX INLINE void multiply_step(int row_tiles, int groups, const uint16_t *x, int64_t tile, const uint16_t *w,
+                                     int64_t group_words) {
+    _tile_loadd(6, w, 64);
     _tile_loadd(4, x, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (groups > 1) {
-        _tile_loadd(7, panel + panel_words, 64);
+        _tile_loadd(7, w + group_words, 64);
         _tile_dpbf16ps(1, 4, 7);
+        if (row_tiles > 1) {
+            _tile_loadd(5, x + tile, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        return;
     }
     if (row_tiles > 1) {
         _tile_loadd(5, x + tile, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        if (groups > 1) _tile_dpbf16ps(3, 5, 7);
+        _tile_dpbf16ps(1, 5, 6);
+    }
+    if (row_tiles > 2) {
+        _tile_loadd(4, x + 2 * tile, 64);
+        _tile_dpbf16ps(2, 4, 6);
+    }
+    if (row_tiles > 3) {
+        _tile_loadd(5, x + 3 * tile, 64);
+        _tile_dpbf16ps(3, 5, 6);
     }
 }
 
-TARGET_AMX INLINE void zero_sums(int row_tiles, int groups) {
+TARGET_AMX static void zero_sums(void) {
     _tile_zero(0);
-    if (groups > 1) _tile_zero(1);
-    if (row_tiles > 1) _tile_zero(2);
-    if (row_tiles > 1 && groups > 1) _tile_zero(3);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
 }
 
-enum { SUMS_STRIDE = PANEL_GROUPS * LANES };
-
-TARGET_AMX INLINE void load_sums(int row_tiles, int groups, const float *sums) {
-    const int64_t bytes = SUMS_STRIDE * sizeof(float);
-    _tile_loadd(0, sums, bytes);
-    if (groups > 1) _tile_loadd(1, sums + 16, bytes);
-    if (row_tiles > 1) _tile_loadd(2, sums + 16 * SUMS_STRIDE, bytes);
-    if (row_tiles > 1 && groups > 1) _tile_loadd(3, sums + 16 * SUMS_STRIDE + 16, bytes);
-}
-
-TARGET_AMX INLINE void store_sums(int row_tiles, int groups, float *sums) {
-    const int64_t bytes = SUMS_STRIDE * sizeof(float);
+TARGET_AMX static void store_sums(int row_tiles, int groups, float *sums) {
+    const int64_t bytes = SUMS_STRIDE * sizeof(float), tile = 16 * SUMS_STRIDE;
     _tile_stored(0, sums, bytes);
-    if (groups > 1) _tile_stored(1, sums + 16, bytes);
-    if (row_tiles > 1) _tile_stored(2, sums + 16 * SUMS_STRIDE, bytes);
-    if (row_tiles > 1 && groups > 1) _tile_stored(3, sums + 16 * SUMS_STRIDE + 16, bytes);
+    if (groups > 1) {
+        _tile_stored(1, sums + LANES, bytes);
+        if (row_tiles > 1) {
+            _tile_stored(2, sums + tile, bytes);
+            _tile_stored(3, sums + tile + LANES, bytes);
+        }
+        return;
+    }
+    if (row_tiles > 1) _tile_stored(1, sums + tile, bytes);
+    if (row_tiles > 2) _tile_stored(2, sums + 2 * tile, bytes);
+    if (row_tiles > 3) _tile_stored(3, sums + 3 * tile, bytes);
 }
 
-typedef struct {
-    LinesBuffer lines[2];
-    uint16_t *panel;               /* [groups][steps][512] */
-    float *sums;                   /* [rows * terms, in whole tiles][SUMS_STRIDE] */
-} Workspace;
-
-/* Few rows: the sums stay in tile registers, and each step is decoded a little before it is multiplied, for the two to
- * overlap. */
-TARGET_AMX INLINE void few_rows(int format, int usual, int row_tiles, int groups, const Rows *rows, const Lines *w,
-                                int64_t k0, int64_t K, Decoder *decoders, uint16_t *ring) {
-    const int64_t step = step_of(rows), steps = (K + STEP_K - 1) / STEP_K;
-    const uint16_t *x = (const uint16_t *)rows->x + k0 / STEP_K * step;
+/* Rows x (whole tiles of them) times the lines of some groups. Each step is decoded a little before it is multiplied,
+ * for the two to overlap; decoding again for other rows costs less than keeping what was decoded. */
+TARGET_AMX INLINE void multiply(int format, int usual, int row_tiles, int groups, const uint16_t *x, int64_t step,
+                                int64_t tile, const Lines *w, int64_t K, Decoder *decoders, uint16_t *ring) {
+    const int64_t steps = (K + STEP_K - 1) / STEP_K;
     const int half_step = format == NVFP4 && K % STEP_K != 0;
     for (int64_t s = 0; s < steps + RING / 2; s++) {
         if (s < steps) {
@@ -859,105 +880,62 @@ TARGET_AMX INLINE void few_rows(int format, int usual, int row_tiles, int groups
         }
         const int64_t done = s - RING / 2;
         if (done >= 0)
-            multiply_step(row_tiles, groups, x + done * step, rows->tile, ring + done % RING * TILE_WORDS,
-                          RING * TILE_WORDS);
+            multiply_step(row_tiles, groups, x + done * step, tile, ring + done % RING * TILE_WORDS, RING * TILE_WORDS);
     }
 }
 
-/* Many rows: a panel of several groups is decoded, then met with two tiles of rows after the other. */
-TARGET_AMX INLINE void many_rows(int row_tiles, int groups, const Rows *rows, int64_t m, int64_t k0, int64_t K,
-                                 const uint16_t *panel, float *sums) {
-    const int64_t step = step_of(rows), steps = (K + STEP_K - 1) / STEP_K;
-    const uint16_t *x = (const uint16_t *)rows->x + m / 16 * rows->tile + k0 / STEP_K * step;
-    if (k0)
-        load_sums(row_tiles, groups, sums);
-    else
-        zero_sums(row_tiles, groups);
-    for (int64_t s = 0; s < steps; s++)
-        multiply_step(row_tiles, groups, x + s * step, rows->tile, panel + s * TILE_WORDS, PANEL_K * LANES);
-    store_sums(row_tiles, groups, sums);
-}
+typedef void Multiply(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile, const Lines *w, int64_t K,
+                      Decoder *decoders, uint16_t *ring);
 
-/* Calls f with row_tiles and groups, each 1 or 2, as constants. */
-#define WITH_TILES(row_tiles, groups, f, ...)            \
-    ((row_tiles) > 1 ? (groups) > 1 ? f(2, 2, ##__VA_ARGS__) : f(2, 1, ##__VA_ARGS__) \
-                     : (groups) > 1 ? f(1, 2, ##__VA_ARGS__) : f(1, 1, ##__VA_ARGS__))
+#define DEFINE_MULTIPLY(name, format, usual)                                                                         \
+    TARGET_AMX static void name(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile,            \
+                                const Lines *w, int64_t K, Decoder *decoders, uint16_t *ring) {                      \
+        if (groups == 2 && row_tiles == 2)                                                                           \
+            multiply(format, usual, 2, 2, x, step, tile, w, K, decoders, ring);                                      \
+        else if (groups == 2)                                                                                        \
+            multiply(format, usual, 1, 2, x, step, tile, w, K, decoders, ring);                                      \
+        else if (row_tiles == 1)                                                                                     \
+            multiply(format, usual, 1, 1, x, step, tile, w, K, decoders, ring);                                      \
+        else if (row_tiles == 2)                                                                                     \
+            multiply(format, usual, 2, 1, x, step, tile, w, K, decoders, ring);                                      \
+        else if (row_tiles == 3)                                                                                     \
+            multiply(format, usual, 3, 1, x, step, tile, w, K, decoders, ring);                                      \
+        else                                                                                                         \
+            multiply(format, usual, 4, 1, x, step, tile, w, K, decoders, ring);                                      \
+    }
+DEFINE_MULTIPLY(multiply_mxfp4, MXFP4, 0)
+DEFINE_MULTIPLY(multiply_nvfp4, NVFP4, 0)
+DEFINE_MULTIPLY(multiply_usual_nvfp4, NVFP4, 1)
 
-TARGET_AMX static void few_rows_nvfp4(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0, int64_t K,
-                                      Decoder *decoders, uint16_t *ring) {
-#define FEW(r, g, ...) few_rows(NVFP4, 0, r, g, __VA_ARGS__)
-    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
-#undef FEW
-}
+typedef struct {
+    LinesBuffer lines[2];
+    uint16_t *ring;                /* [2 groups][RING][TILE_WORDS] */
+    float *sums;
+} Workspace;
 
-TARGET_AMX static void few_rows_usual(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0,
-                                         int64_t K, Decoder *decoders, uint16_t *ring) {
-#define FEW(r, g, ...) few_rows(NVFP4, 1, r, g, __VA_ARGS__)
-    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
-#undef FEW
-}
-
-TARGET_AMX static void few_rows_mxfp4(int row_tiles, int groups, const Rows *rows, const Lines *w, int64_t k0, int64_t K,
-                                      Decoder *decoders, uint16_t *ring) {
-#define FEW(r, g, ...) few_rows(MXFP4, 0, r, g, __VA_ARGS__)
-    WITH_TILES(row_tiles, groups, FEW, rows, w, k0, K, decoders, ring);
-#undef FEW
-}
-
-TARGET_AVX512 INLINE void decode_panel(int format, int usual, Lines w, int64_t K, Decoder *decoder, uint16_t *panel) {
-    int64_t k = 0;
-    for (; k + STEP_K <= K; k += STEP_K) decode_step(format, usual, 0, w, k, decoder, panel + k * LANES);
-    if (k < K && format == NVFP4) decode_step(format, usual, 1, w, k, decoder, panel + k * LANES);
-}
-
-/* Groups g0.. of weights with all prepared rows; those that don't fit a panel are marked in `left` for another path. */
+/* Groups g0.. of weights (1 or 2) with all prepared rows; those that don't fit are marked in `left` for another path. */
 TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space,
                                 uint8_t *left) {
-    const int64_t count = rows->rows * rows->terms;
-    const int few = count <= 32 && groups <= 2, row_tiles = count > 16 ? 2 : 1;
-    const int64_t chunk = !few ? PANEL_K : p->b.tiled && p->K ? p->K : CHUNK_K;
-    Decoder decoders[PANEL_GROUPS];
-    float factors[PANEL_GROUPS];                    /* besides 2^-RAISED */
+    const int64_t count = rows->rows * rows->terms, step = step_of(rows);
+    const int tiles = (int)((count + 15) / 16), together = tiles <= 2 ? groups : 1;
+    Decoder decoders[2];
+    float factors[2];                               /* besides 2^-RAISED */
+    Lines w[2];
+    int usual = 1;
     for (int i = 0; i < groups; i++) {
         int largest;
-        left[g0 + i] = !fits_panel(p, g0 + i, &largest);
+        left[g0 + i] = !fits_bf16(p, g0 + i, &largest);
         decoders[i] = (Decoder){TOP_EXPONENT - 127 - RAISED + largest, _mm_setzero_si128()};
         factors[i] = p->format == NVFP4 ? 256 : e8m0_decode((uint8_t)largest);
+        w[i] = lines_of(p, g0 + i, 0, p->K, gather_avx512, space->lines + i);
+        usual = usual && p->format == NVFP4 && are_usual(w[i], p->K / 16);
     }
-    if (few) WITH_TILES(row_tiles, groups, zero_sums);
-    for (int64_t k0 = 0; k0 < p->K; k0 += chunk) {
-        const int64_t k1 = min64(p->K, k0 + chunk), K = k1 - k0;
-        Lines w[2];
-        if (few) {
-            int usual = 1;
-            for (int i = 0; i < groups; i++) {
-                w[i] = lines_of(p, g0 + i, k0, k1, gather_avx512, space->lines + i);
-                usual &= p->format == MXFP4 || are_usual(w[i], K / 16);
-            }
-            if (p->format == MXFP4)
-                few_rows_mxfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
-            else if (usual)
-                few_rows_usual(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
-            else
-                few_rows_nvfp4(row_tiles, groups, rows, w, k0, K, decoders, space->panel);
-            continue;
-        }
-        for (int i = 0; i < groups; i++) {
-            w[0] = lines_of(p, g0 + i, k0, k1, gather_avx512, space->lines);
-            uint16_t *to = space->panel + i * PANEL_K * LANES;
-            if (p->format == MXFP4)
-                decode_panel(MXFP4, 0, w[0], K, decoders + i, to);
-            else if (are_usual(w[0], K / 16))
-                decode_panel(NVFP4, 1, w[0], K, decoders + i, to);
-            else
-                decode_panel(NVFP4, 0, w[0], K, decoders + i, to);
-        }
-        for (int64_t m = 0; m < count; m += 32)
-            for (int i = 0; i < groups; i += 2)
-                WITH_TILES(count - m > 16 ? 2 : 1, groups - i, many_rows, rows, m, k0, K,
-                           space->panel + i * PANEL_K * LANES, space->sums + m * SUMS_STRIDE + i * LANES);
+    Multiply *run = p->format == MXFP4 ? multiply_mxfp4 : usual ? multiply_usual_nvfp4 : multiply_nvfp4;
+    for (int i = 0; i < groups; i += together) {
+        zero_sums();
+        run(tiles, together, rows->x, step, rows->tile, w + i, p->K, decoders + i, space->ring);
+        store_sums(tiles, together, space->sums + i * LANES);
     }
-    if (few) WITH_TILES(row_tiles, groups, store_sums, space->sums);
     for (int i = 0; i < groups; i++) {
         float *sums = space->sums + i * LANES;
         const __mmask16 nan = nan_rows(decoders[i].top, p->format);
@@ -1002,7 +980,8 @@ static int64_t prepare_rows(const Linear *p, Rows *rows, int64_t *wild) {
 
 static int x86_linear(const Linear *p) {
     const int amx = p->tier == AMX, terms = p->tier == AVX2 ? 1 : terms_of(p->a.dtype);
-    const int64_t at_once = min64(p->M, ROWS_AT_ONCE / terms), groups = groups_of(p);
+    /* With AMX as many as there are tiles for: they stay in L2 while all weights pass. */
+    const int64_t at_once = min64(p->M, (amx ? 16 * MAX_TILES : ROWS_AT_ONCE) / terms), groups = groups_of(p);
     Rows rows = {.terms = terms, .height = amx ? min64(at_once * terms, 16) : 1};
     /* Where tiles are single rows, they lie an odd number of lines apart, not to meet in one set of the cache. */
     rows.tile = amx ? rows.height * round_up(p->K, STEP_K) : round_up(p->K, 64) + 32;
@@ -1016,22 +995,18 @@ static int x86_linear(const Linear *p) {
         const int64_t count = rows.rows * terms;
         if (count % rows.height) memset(rows.x, 0, bytes);
         const int64_t wilds = prepare_rows(p, &rows, wild);
-        int unit = 1;
-        if (amx) {
-            const int64_t share = groups / (4 * p->threads);
-            unit = count <= 32 || share < 4 ? 2 : share < PANEL_GROUPS ? 4 : PANEL_GROUPS;
-        }
+        const int unit = amx ? 2 : 1;
         const int64_t units = (groups + unit - 1) / unit, share = units / (8 * p->threads);
         const int64_t at_a_time = share > 1 ? share : 1;
-        const size_t sums_bytes = round_up(count, 32) * (amx ? SUMS_STRIDE : LANES) * sizeof(float);
-        const size_t panel_bytes = amx ? (size_t)unit * PANEL_K * LANES * sizeof(uint16_t) : 0;
+        const size_t sums_bytes = round_up(count, 16) * (amx ? SUMS_STRIDE : LANES) * sizeof(float);
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1)
         {
             const unsigned old = exact_float();
             Workspace space;
-            space.panel = allocate(panel_bytes);
             space.sums = allocate(sums_bytes);
-            const int ready = space.panel && space.sums;
+            space.ring = allocate(amx ? 2 * RING * TILE_WORDS * sizeof(uint16_t) : 0);
+            for (int i = 0; i < 2; i++) space.lines[i] = lines_buffer(p, amx ? p->K : CHUNK_K);
+            const int ready = space.ring && space.sums && !is_missing(p, space.lines[0]) && !is_missing(p, space.lines[1]);
             if (!ready) {
 #pragma omp atomic write
                 failed = 1;
@@ -1052,7 +1027,8 @@ static int x86_linear(const Linear *p) {
                 unit_amx(p, &rows, g0, (int)(g1 - g0), &space, left);
             }
             if (amx) release_tiles();
-            free(space.panel);
+            for (int i = 0; i < 2; i++) free(space.lines[i].lines);
+            free(space.ring);
             free(space.sums);
             restore_float(old);
         }

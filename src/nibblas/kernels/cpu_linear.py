@@ -102,8 +102,9 @@ DECODE_OPERATIONS = {"portable": 60, "avx2": 30, "avx512": 7, "amx": 7}
 def cost(problem: Problem, line: Roofline) -> float:
     """The call, then the slower of reading and decoding, and the products at the rate of what the tier multiplies."""
     tier = cpu_library.TIERS[cpu_library.tier()]
-    decoding = DECODE_OPERATIONS[tier] * problem.L * problem.N * problem.K / line.rates["fp32"]
     terms = {"fp32": 3, "fp16": 2}.get(problem.a, 1)
+    passes = -(-problem.M * terms // {"amx": 64, "avx512": 8}.get(tier, 512))
+    decoding = DECODE_OPERATIONS[tier] * passes * problem.L * problem.N * problem.K / line.rates["fp32"]
     rate = line.rates["fp32"] / (8 if tier == "portable" else 1)
     if tier in ("avx512", "amx"):
         rate = line.rates.get("bf16", rate) / terms
