@@ -38,7 +38,8 @@ def config_for(M: int, N: int, K: int, terms: int, target: Target) -> Config:
     stages = 3 if target.shared_memory > 128 << 10 else 2
     if M <= 64:
         BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
-        BLOCK_K, programs = (256, 6.0) if M <= 32 else (128, 2.0)
+        # Two decoded tiles of 256 spill on CDNA.
+        BLOCK_K, programs = (256 if target.ptx else 128, 6.0) if M <= 32 else (128, 2.0)
         config = Config(BLOCK_M, 64, BLOCK_K, num_stages=stages)
     elif terms > 1:
         config, programs = Config(64, 32, 64, num_stages=2), 2.0
@@ -113,7 +114,7 @@ def gated_launches(
             **shared,
             "BLOCK": BLOCK,
         },
-        {"num_warps": 2},
+        {"num_warps": 2, "enable_fp_fusion": True},
     )
     return [product, reduction]
 

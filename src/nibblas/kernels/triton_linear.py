@@ -61,8 +61,8 @@ class Config:
         return {name: value for name, value in asdict(self).items() if name.isupper()}
 
     @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+    def options(self) -> dict[str, int | bool]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 def config_for(M: int, N: int, K: int, L: int, block_size: int, terms: int, target: Target) -> Config:
@@ -159,7 +159,7 @@ def linear_launches(
             "SPLIT": split,
             "BLOCK": BLOCK,
         },
-        {"num_warps": 2},
+        {"num_warps": 2, "enable_fp_fusion": True},
     )
     return [product, reduction]
 

@@ -19,8 +19,8 @@ from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
 # Programs of the first pass; device code reads this many maxima, so a power of two.
-PARTIALS = 512
-AMAX_BLOCK = 8192
+PARTIALS = 1024
+AMAX_BLOCK = 4096
 # Elements of a program's tile, and tiles of a program.
 TILE_ELEMENTS = 4096
 TILES = 2
@@ -54,7 +54,7 @@ def quantize_launches(
                     "STRIDE": PARTIALS * AMAX_BLOCK,
                     "BLOCK": AMAX_BLOCK,
                 },
-                {"num_warps": 8},
+                {"num_warps": 4, "enable_fp_fusion": False},
             )
         )
     by_error = rule in ("search", "four_over_six")
