@@ -48,7 +48,7 @@ INLINE int block_size(int format) { return format == NVFP4 ? 16 : 32; }
 
 INLINE int64_t groups_of(const Linear *p) { return (p->N + LANES - 1) / LANES; }
 
-/* --- weights as lines ----------------------------------------------------------------------------------------------- */
+/* --- weights as lines -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const uint8_t *lines;          /* [k / 8][16 rows][4 bytes] */
@@ -107,7 +107,7 @@ INLINE Lines lines_of(const Linear *p, int64_t g, int64_t k0, int64_t k1, Gather
     return (Lines){buffer->lines, buffer->scales};
 }
 
-/* --- results -------------------------------------------------------------------------------------------------------- */
+/* --- results ----------------------------------------------------------------------------------------------------- */
 
 /* Store a group of one row of results: global scales and bias in fp32, one narrowing. */
 INLINE void store_row(const Linear *p, int64_t m, int64_t g, const float *sums) {
@@ -129,7 +129,7 @@ INLINE void store_row(const Linear *p, int64_t m, int64_t g, const float *sums) 
     }
 }
 
-/* --- portable: everything in double --------------------------------------------------------------------------------- */
+/* --- portable: everything in double ------------------------------------------------------------------------------ */
 
 static void exact_row(const Linear *p, int64_t m, double *x) {
     const Operand *a = &p->a;
@@ -224,7 +224,7 @@ static int portable_linear(const Linear *p) {
     return 0;
 }
 
-/* --- activations ---------------------------------------------------------------------------------------------------- */
+/* --- activations ------------------------------------------------------------------------------------------------- */
 
 #ifdef NIBBLAS_X86
 
@@ -254,7 +254,8 @@ typedef struct {
     int terms;                     /* prepared rows a row of a */
     int64_t height;                /* prepared rows in a tile */
     int64_t tile;                  /* elements in a tile of `height` rows of all K */
-    void *x;                       /* [tiles][K / 32][height][32] bf16, in the order of decoded lines; avx2: fp32, k in order */
+    /* [tiles][K / 32][height][32] bf16, in the order of decoded lines; avx2: fp32, k in order. */
+    void *x;
 } Rows;
 
 /* Elements from a piece of a row to its next. */
@@ -264,7 +265,7 @@ INLINE int64_t offset_of(const Rows *rows, int64_t m) {
     return m / rows->height * rows->tile + m % rows->height * STEP_K;
 }
 
-/* --- avx2 ----------------------------------------------------------------------------------------------------------- */
+/* --- avx2 -------------------------------------------------------------------------------------------------------- */
 
 enum { PANEL2_K = 128 };
 
@@ -323,7 +324,8 @@ TARGET_AVX2 static void panel_avx2(Lines w, int64_t K, int format, float *panel)
 }
 
 /* sums[rows][16] += x[rows][K] times the panel, in two chains (even and odd k) whatever the number of rows. */
-TARGET_AVX2 INLINE void tile_avx2(int rows, const float *x, int64_t stride, const float *panel, int64_t K, float *sums) {
+TARGET_AVX2 INLINE void tile_avx2(int rows, const float *x, int64_t stride, const float *panel, int64_t K,
+                                  float *sums) {
     __m256 sum[3][2][2];
 #pragma GCC unroll 3
     for (int m = 0; m < rows; m++)
@@ -367,7 +369,7 @@ TARGET_AVX2 static void group_avx2(const Linear *p, const Rows *rows, int64_t g,
     for (int64_t m = 0; m < rows->rows; m++) store_row(p, rows->m0 + m, g, sums + m * LANES);
 }
 
-/* --- avx512: activations as bf16 terms ------------------------------------------------------------------------------ */
+/* --- avx512: activations as bf16 terms --------------------------------------------------------------------------- */
 
 /* 8 consecutive k of a line sit in a dword as 8 codes; shifted by 0, 4, 8 and 12 bits, its two words give the pairs
  * (0, 4), (1, 5), (2, 6) and (3, 7). Activations are put in that order. */
@@ -434,14 +436,15 @@ TARGET_AVX512 static Span prepare_avx512(const Linear *p, int64_t m, const Rows 
     }
 }
 
-/* --- avx512: weights ------------------------------------------------------------------------------------------------ */
+/* --- avx512: weights --------------------------------------------------------------------------------------------- */
 
 TARGET_AVX512 static void gather_avx512(const uint8_t *from, const uint8_t *next, int64_t stride, int64_t rows,
                                         int64_t bytes, int unit, uint8_t *to) {
     const __m512i bytes_of_rows = _mm512_set_epi8(
-        63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3, 62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18, 14,
-        10, 6, 2, 61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20,
-        16, 12, 8, 4, 0);
+        63, 59, 55, 51, 47, 43, 39, 35, 31, 27, 23, 19, 15, 11, 7, 3,
+        62, 58, 54, 50, 46, 42, 38, 34, 30, 26, 22, 18, 14, 10, 6, 2,
+        61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1,
+        60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
     for (int64_t at = 0; at < bytes; at += 64) {
         const int64_t some = min64(64, bytes - at);
         const __mmask64 mask = some == 64 ? ~(__mmask64)0 : ((__mmask64)1 << some) - 1;
@@ -514,10 +517,10 @@ TARGET_AVX512 INLINE __m512i decode_pairs(__m512i table, __m512i line, int i) {
     return _mm512_permutexvar_epi16(_mm512_srli_epi32(line, 4 * i), table);
 }
 
-/* --- avx512: results ------------------------------------------------------------------------------------------------ */
+/* --- avx512: results --------------------------------------------------------------------------------------------- */
 
-/* As store_row for all prepared rows: the terms of each are added up, the smallest first, and multiplied by two powers of
- * two, which together fp32 may not hold. */
+/* As store_row for all prepared rows: the terms of each are added up, the smallest first, and multiplied by two powers
+ * of two, which together fp32 may not hold. */
 TARGET_AVX512 static void store_rows_avx512(const Linear *p, const Rows *rows, int64_t g, float factor, float factor2,
                                             const float *sums, int64_t stride) {
     const int64_t n = g * LANES, columns = min64(LANES, p->N - n);
@@ -552,7 +555,7 @@ TARGET_AVX512 static void store_rows_avx512(const Linear *p, const Rows *rows, i
     }
 }
 
-/* --- avx512: vdpbf16ps ---------------------------------------------------------------------------------------------- */
+/* --- avx512: vdpbf16ps ------------------------------------------------------------------------------------------- */
 
 /* sums[rows][16] += x[rows] times lines of K elements. A row's operations don't depend on `rows`. */
 TARGET_AVX512 INLINE void tile_avx512(int rows, int format, const uint16_t *x, int64_t stride, Lines w, int64_t K,
@@ -626,13 +629,13 @@ TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_
     store_rows_avx512(p, rows, g, p->format == NVFP4 ? 256 : 1, 1, sums, LANES);
 }
 
-/* --- amx ------------------------------------------------------------------------------------------------------------ */
+/* --- amx --------------------------------------------------------------------------------------------------------- */
 
-/* bf16 of code * scale is made in integers. A table gives a code's sign and exponent, the latter too high; a subtraction
- * with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the significands meet in what is
- * subtracted, which is one of two words: for codes of significand 1 and of 1.5. All values are made too large by a power
- * of two, about 2^60 at the most, so that tame activations times them are far from the subnormals; store_rows_avx512 undoes it.
- */
+/* bf16 of code * scale is made in integers. A table gives a code's sign and exponent, the latter too high; a
+ * subtraction with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the significands
+ * meet in what is subtracted, which is one of two words: for codes of significand 1 and of 1.5. All values are made too
+ * large by a power of two, about 2^60 at the most, so that tame activations times them are far from the subnormals;
+ * store_rows_avx512 undoes it. */
 enum {
     TILE_WORDS = 16 * STEP_K,
     RING = 4,                      /* steps decoded ahead of the tiles that use them; a power of two */
@@ -686,7 +689,8 @@ TARGET_AVX512 INLINE void decode_step(int format, int usual, int half, Lines w, 
                 _mm_and_si128(codes, _mm_set1_epi8(15)));
             const __m512i minuend = _mm512_set1_epi16((TOP_EXPONENT - RAISED - 112) << 7);
             down = _mm512_sub_epi16(minuend, both_halves(one));
-            down_of_3 = _mm512_sub_epi16(down, both_halves(_mm512_sub_epi32(_mm512_cvtepu8_epi32(more), _mm512_set1_epi32(1))));
+            const __m512i less_mark = _mm512_sub_epi32(_mm512_cvtepu8_epi32(more), _mm512_set1_epi32(1));
+            down_of_3 = _mm512_sub_epi16(down, both_halves(less_mark));
         } else if (format == NVFP4) {
             const __m512 signed_scale = load_scales(scales, NVFP4, &decoder->top);
             const __m512 scale = _mm512_abs_ps(signed_scale);
@@ -699,7 +703,8 @@ TARGET_AVX512 INLINE void decode_step(int format, int usual, int half, Lines w, 
             down = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(minuend, one), zero, all));
             const __m512i marked = _mm512_add_epi32(minuend, _mm512_set1_epi32(1));
             down_of_3 = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(marked, three), zero, all));
-            const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale), _mm512_set1_epi32((int)0x80000000u));
+            const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale),
+                                                  _mm512_set1_epi32((int)0x80000000u));
             sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
         } else {
             const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
@@ -884,8 +889,8 @@ TARGET_AMX INLINE void multiply(int format, int usual, int row_tiles, int groups
     }
 }
 
-typedef void Multiply(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile, const Lines *w, int64_t K,
-                      Decoder *decoders, uint16_t *ring);
+typedef void Multiply(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile, const Lines *w,
+                      int64_t K, Decoder *decoders, uint16_t *ring);
 
 #define DEFINE_MULTIPLY(name, format, usual)                                                                         \
     TARGET_AMX static void name(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile,            \
@@ -913,7 +918,7 @@ typedef struct {
     float *sums;
 } Workspace;
 
-/* Groups g0.. of weights (1 or 2) with all prepared rows; those that don't fit are marked in `left` for another path. */
+/* Groups g0.. of weights (1 or 2) with all prepared rows; those that don't fit are marked in `left`. */
 TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space,
                                 uint8_t *left) {
     const int64_t count = rows->rows * rows->terms, step = step_of(rows);
@@ -947,7 +952,7 @@ TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, i
 
 TARGET_AMX static void release_tiles(void) { _tile_release(); }
 
-/* --- x86: rows, units, threads -------------------------------------------------------------------------------------- */
+/* --- x86: rows, units, threads ----------------------------------------------------------------------------------- */
 
 /* Prepare rows m0.. of a; those that are not tame become zeros and are listed in `wild`. Returns how many. */
 static int64_t prepare_rows(const Linear *p, Rows *rows, int64_t *wild) {
@@ -985,7 +990,8 @@ static int x86_linear(const Linear *p) {
     Rows rows = {.terms = terms, .height = amx ? min64(at_once * terms, 16) : 1};
     /* Where tiles are single rows, they lie an odd number of lines apart, not to meet in one set of the cache. */
     rows.tile = amx ? rows.height * round_up(p->K, STEP_K) : round_up(p->K, 64) + 32;
-    const int64_t padded = round_up(at_once * terms, rows.height), bytes = padded / rows.height * rows.tile * (p->tier == AVX2 ? 4 : 2);
+    const int64_t tiles = (at_once * terms + rows.height - 1) / rows.height;
+    const int64_t bytes = tiles * rows.tile * (p->tier == AVX2 ? 4 : 2);
     rows.x = allocate(bytes);
     uint8_t *left = calloc(groups, 1);              /* groups that no panel can hold */
     int64_t *wild = malloc(ROWS_AT_ONCE * sizeof *wild);
@@ -1006,7 +1012,8 @@ static int x86_linear(const Linear *p) {
             space.sums = allocate(sums_bytes);
             space.ring = allocate(amx ? 2 * RING * TILE_WORDS * sizeof(uint16_t) : 0);
             for (int i = 0; i < 2; i++) space.lines[i] = lines_buffer(p, amx ? p->K : CHUNK_K);
-            const int ready = space.ring && space.sums && !is_missing(p, space.lines[0]) && !is_missing(p, space.lines[1]);
+            const int ready =
+                space.ring && space.sums && !is_missing(p, space.lines[0]) && !is_missing(p, space.lines[1]);
             if (!ready) {
 #pragma omp atomic write
                 failed = 1;
@@ -1043,7 +1050,7 @@ static int x86_linear(const Linear *p) {
 
 #endif
 
-/* --- entry ---------------------------------------------------------------------------------------------------------- */
+/* --- entry ------------------------------------------------------------------------------------------------------- */
 
 /* 0, or -1 where memory ran out. */
 EXPORT int nibblas_linear(const Linear *p) {

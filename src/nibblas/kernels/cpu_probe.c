@@ -18,7 +18,7 @@ static const double PROBE_SECONDS = 0.15;
 /* Written to, so that no work is dead. */
 static volatile float sink;
 
-/* --- memory --------------------------------------------------------------------------------------------------------- */
+/* --- memory ------------------------------------------------------------------------------------------------------ */
 
 static uint64_t read_portable(const uint64_t *from, int64_t words) {
     uint64_t sums[8] = {0};
@@ -64,7 +64,7 @@ EXPORT double nibblas_probe_read(const void *buffer, int64_t bytes, int threads,
     return (double)words * 8 * threads / seconds;
 }
 
-/* --- arithmetic ----------------------------------------------------------------------------------------------------- */
+/* --- arithmetic -------------------------------------------------------------------------------------------------- */
 
 /* Each function does PROBE_STEPS * PROBE_CHAINS instructions of its kind and returns the operations that makes. */
 typedef double Work(void);
@@ -176,7 +176,8 @@ static double rate_of(Work *work, int threads) {
 EXPORT double nibblas_probe_rate(int type, int threads, int tier) {
 #ifdef NIBBLAS_X86
     if (type == FP32) return rate_of(tier >= AVX512 ? fp32_avx512 : tier == AVX2 ? fp32_avx2 : fp32_portable, threads);
-    if (type == BF16) return tier == AMX ? rate_of(bf16_amx, threads) : tier == AVX512 ? rate_of(bf16_avx512, threads) : 0;
+    if (type == BF16 && tier == AMX) return rate_of(bf16_amx, threads);
+    if (type == BF16) return tier == AVX512 ? rate_of(bf16_avx512, threads) : 0;
     if (type == FP4) return tier >= AVX512 ? rate_of(int8_avx512, threads) : 0;
 #else
     (void)tier;
