@@ -1,9 +1,29 @@
 """Every kernel there is. A file is `<backend>_<op>[_<arch>].py` with its .c or .cu beside it; this is the one list."""
 
 from nibblas.kernel import Kernel
-from nibblas.kernels import composite, cpu_linear, cpu_quantize, torch_linear, torch_quantize
+from nibblas.kernels import (
+    composite,
+    cpu_linear,
+    cpu_quantize,
+    torch_linear,
+    torch_quantize,
+    triton_gated_linear,
+    triton_grouped_linear,
+    triton_linear,
+    triton_quantize,
+)
 
-MODULES = (cpu_linear, cpu_quantize, torch_linear, torch_quantize, composite)
+MODULES = (
+    cpu_linear,
+    cpu_quantize,
+    triton_linear,
+    triton_grouped_linear,
+    triton_gated_linear,
+    triton_quantize,
+    torch_linear,
+    torch_quantize,
+    composite,
+)
 
 
 def kernels() -> tuple[Kernel, ...]:
