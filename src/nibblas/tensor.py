@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nibblas.formats import Format, as_format
-from nibblas.layouts import LINEAR, TiledLayout, as_layout
+from nibblas.layouts import LINEAR, Layout, as_layout
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,8 +36,8 @@ class ScaledTensor:
     scale: Tensor
     format: Format
     global_scale: Tensor | None = None
-    layout: TiledLayout = LINEAR
-    data_layout: TiledLayout = LINEAR
+    layout: Layout = LINEAR
+    data_layout: Layout = LINEAR
     scale_rule: str | None = None
     rotation: int = 0
     matrix: tuple[int, int] | None = None
@@ -95,8 +95,8 @@ class ScaledTensor:
         format: Format | str,
         global_scale: Tensor | float | None = None,
         *,
-        layout: TiledLayout | str = LINEAR,
-        data_layout: TiledLayout | str = LINEAR,
+        layout: Layout | str = LINEAR,
+        data_layout: Layout | str = LINEAR,
         **facts,
     ) -> "ScaledTensor":
         """A ScaledTensor from what other libraries hold, without copying data or scale.
@@ -175,17 +175,24 @@ class ScaledTensor:
         return self.layout.from_(self.scale, self.shape[-2], self.K // self.format.block_size)
 
     def with_layout(
-        self, layout: TiledLayout | str | None = None, data_layout: TiledLayout | str | None = None
+        self, layout: Layout | str | None = None, data_layout: Layout | str | None = None
     ) -> "ScaledTensor":
         """The same tensor stored in other layouts (None leaves one as it is); itself if nothing changes."""
         layout = self.layout if layout is None else as_layout(layout)
         data_layout = self.data_layout if data_layout is None else as_layout(data_layout)
         if (layout, data_layout) == (self.layout, self.data_layout):
             return self
+        data, scale, codes = self.data, self.scale, self.linear_data
+        recoded = codes
+        if layout != self.layout:
+            recoded, linear_scale = layout.canonical(codes, self.linear_scale)
+            scale = layout.to(linear_scale)
+        if data_layout != self.data_layout or recoded is not codes:
+            data = data_layout.to(recoded)
         return replace(
             self,
-            data=self.data if data_layout == self.data_layout else data_layout.to(self.linear_data),
-            scale=self.scale if layout == self.layout else layout.to(self.linear_scale),
+            data=data,
+            scale=scale,
             layout=layout,
             data_layout=data_layout,
             matrix=None if data_layout == LINEAR else (self.shape[-2], self.K),

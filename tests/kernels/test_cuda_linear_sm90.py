@@ -1,0 +1,233 @@
+"""The Hopper kernels: their machine code (no GPU needed), and on a GPU what test_kernels.py leaves out."""
+
+import re
+import shutil
+import subprocess
+from itertools import product
+
+import pytest
+import torch
+from checks import assert_close, poisoned_empty, random_codes, random_dense
+
+from nibblas import reference
+from nibblas.formats import FORMATS, MXFP4, NVFP4
+from nibblas.kernels import cuda_linear_sm90, cuda_module
+from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure
+from nibblas.layouts import LINEAR
+from nibblas.tensor import ScaledTensor
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def prepacked(t: ScaledTensor) -> ScaledTensor:
+    return t.with_layout(*LAYOUTS[t.format])
+
+
+def linear(a, b, bias=None, dtype=torch.float32, **options):
+    out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, "cuda")
+    cuda_linear_sm90.launch(a, prepacked(b), bias, out, **options)
+    return out
+
+
+def check(a, b, bias, out, what):
+    size = reference.magnitude(a, b)
+    size = size if bias is None else torch.maximum(size, bias.double().abs())
+    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)
+
+
+# --- the prepacked layouts -----------------------------------------------------------------------------------------
+
+
+def fields(word: int) -> list[int]:
+    """The four pairs that the device decodes from a word."""
+    mask, full = 0x81C081C0, 0xFFFFFFFF
+    rotated = (word >> 6 | word << 26) & full
+    return [word & mask, word << 4 & mask, rotated & mask, (word << 6 & full ^ word >> 2) & mask]
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_lane_holds_the_codes_that_the_device_code_takes(format):
+    b = random_codes((32, 256), format, generator(0))
+    data_layout = LAYOUTS[format][1]
+    stored = data_layout.to(b.data).view(torch.int32).reshape(2, 2, 2, 32, 4).tolist()
+    codes = torch.stack((b.data & 15, b.data >> 4), -1).flatten(-2).tolist()
+    for tile, chunk, half, lane, i in product(range(2), range(2), range(2), range(32), range(4)):
+        g, t = divmod(lane, 4)
+        first = 128 * chunk + (64 * half + 16 * t if format == NVFP4 else 32 * t + 16 * half) + 4 * i
+        pairs = fields(stored[tile][chunk][half][lane][i] & 0xFFFFFFFF)
+        for n, (row, k) in enumerate(product((0, 8), (0, 2))):
+            pair = pairs[(n % 2) * 2 + n // 2]
+            for j in range(2):
+                bits = pair >> 16 * j & 0xFFFF
+                assert codes[16 * tile + g + row][first + k + j] == (bits >> 12 & 8 | bits >> 6 & 7)
+
+
+@pytest.mark.parametrize("shape", [(33, 288), (16, 128), (2, 40, 96), (1, 32), (3, 1024)], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_values_survive_prepacking(format, shape):
+    b = random_codes(shape, format, generator(1), nan_scales=2)
+    scale = b.scale.clone()
+    scale[..., 0, 0] = 0
+    if format == NVFP4:
+        scale[..., -1, -1] |= 0x80
+    b = ScaledTensor(b.data, scale, format, b.global_scale)
+    stored = prepacked(b)
+    back = stored.with_layout(LINEAR, LINEAR)
+    before, after = reference.to_float64(b), reference.to_float64(back)
+    torch.testing.assert_close(before, after, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(before.signbit() | before.isnan(), after.signbit() | after.isnan())
+    again = prepacked(back)
+    assert torch.equal(again.data, stored.data)
+    assert torch.equal(again.scale, stored.scale)
+
+
+def test_every_e4m3_scale_becomes_its_bf16():
+    scale = torch.arange(1, 127, dtype=torch.uint8).reshape(1, 126)
+    layout = LAYOUTS[NVFP4][0]
+    word = layout.to(scale).view(torch.int32).reshape(16, 32).long() & 0xFFFFFFFF  # [chunk, lane]
+    pair = [((w & 0x0FF00FF0) | 0x70007000) & 0xFFFF for w in (word, (word >> 8 | word << 24) & 0xFFFFFFFF)]
+    row_0 = torch.stack(pair, 1)[:, :, :4].reshape(-1)[:126]  # [chunk, half, t], row g = 0
+    value = row_0.to(torch.int32).to(torch.int16).view(torch.bfloat16).double() * 2.0**-119
+    assert torch.equal(value, NVFP4.scale_code.decode(scale[0]).double())
+
+
+# --- the machine code ----------------------------------------------------------------------------------------------
+
+
+def machine_code(config: Config, format, terms: int, columns: int, tmp_path) -> tuple[str, str]:
+    """The assembler's report and, where a disassembler is there, the code; skips without nvcc."""
+    nvcc = shutil.which("nvcc")
+    if not nvcc:
+        pytest.skip("no nvcc")
+    cubin = tmp_path / "kernel.cubin"
+    source = tmp_path / "kernel.cu"
+    source.write_text(cuda_linear_sm90._source())
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-Xptxas", "-v"]
+    command = [nvcc, *target, *config.options(format, terms, columns), "-o", str(cubin), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "nsupported gpu architecture" in done.stderr:
+        pytest.skip("nvcc doesn't know sm_90a")
+    assert done.returncode == 0, done.stderr
+    report = done.stderr + done.stdout
+    disassembler = shutil.which("cuobjdump")
+    if not disassembler:
+        return report, ""
+    code = subprocess.run([disassembler, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return report, code
+
+
+@pytest.mark.parametrize("columns", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_machine_code(format, columns, tmp_path):
+    config = configure(7168, 16384, columns)
+    report, code = machine_code(config, format, 1, columns, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "0 bytes stack frame" in report
+    assert "serialized" not in report  # of wgmma
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    assert registers * config.threads <= 65536
+    if not code:
+        return
+    loop = (8 if config.wgmma else 4 * 2) * config.row_tiles
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.(?:LTC128B\.)?128", code)) >= 2 * config.row_tiles
+    assert len(re.findall(r"HMUL2\.BF16", code)) == 4 * loop
+    products = re.findall("HGMMA.64x" if config.wgmma else r"HMMA\.16816\.F32\.BF16", code)
+    assert len(products) == loop * (1 if config.wgmma else config.column_tiles(columns))
+    assert not re.search(r"\b(LDL|STL)\b", code)
+
+
+def test_a_kernel_on_disk_needs_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
+    made = []
+    monkeypatch.setattr(cuda_module, "_compiler_version", lambda: "nvrtc 0.0")
+    monkeypatch.setattr(cuda_module, "_compile", lambda *_: made.append(1) or b"cubin")
+    for options in ((), (), ("-DX=1",)):
+        assert cuda_module.compile_cubin("source", "sm_90a", options) == b"cubin"
+    assert len(made) == 2
+    assert len(list((tmp_path / "cuda").glob("*.cubin"))) == 2
+    assert not list((tmp_path / "cuda").glob("*.partial"))
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+CONFIGS = [
+    Config(4, 4, 4),
+    Config(2, 2, 8, 2, 2),
+    Config(1, 8, 1),
+    Config(4, 1, 1, 1, 2, wgmma=True),
+    Config(16, 1, 8, 2, 3, wgmma=True),
+    Config(12, 1, 2, 1, 3, wgmma=True),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("M", [1, 12, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_every_cut_of_the_work(format, dtype, M):
+    for N, K in ((33, 32), (130, 2880), (17, 4192)):
+        g = generator(M)
+        narrow = None if format == NVFP4 else (100, 140)
+        b = random_codes((N, K), format, g, scale_bytes=narrow, device="cuda")
+        a, bias = random_dense((M, K), dtype, g, "cuda"), random_dense((N,), torch.bfloat16, g, "cuda")
+        columns = min(M * cuda_linear_sm90.TERMS[dtype], cuda_linear_sm90.MAX_COLUMNS)
+        fits = [c for c in CONFIGS if c.shared_bytes(format, columns, K) <= cuda_linear_sm90.SHARED_LIMIT]
+        for config in (None, *fits):
+            check(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")
+
+
+@on_hopper
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_nan_scales_give_nan_in_their_column(format, config):
+    b = random_codes((3, 40, 256), format, generator(2), nan_scales=5, device="cuda")
+    a = random_dense((3, 5, 256), torch.bfloat16, generator(3), "cuda")
+    check(a, b, None, linear(a, b, config=config), f"{format} {config}")
+
+
+@on_hopper
+@pytest.mark.parametrize("bytes_", [(0, 40), (214, 254)], ids=str)
+def test_e8m0_scales_at_both_ends(bytes_):
+    b = random_codes((64, 256), MXFP4, generator(4), scale_bytes=bytes_, device="cuda")
+    a = random_dense((4, 256), torch.bfloat16, generator(5), "cuda")
+    a = a * 2.0**20 if bytes_[0] == 0 else a * 2.0**-20
+    check(a, b, None, linear(a, b), str(bytes_))
+
+
+@on_hopper
+def test_results_repeat_on_two_streams():
+    b = prepacked(random_codes((1024, 2048), NVFP4, generator(6), device="cuda"))
+    inputs = [random_dense((M, 2048), torch.bfloat16, generator(M), "cuda") for M in (1, 48)]
+    first = [torch.empty(len(a), 1024, device="cuda") for a in inputs]
+    for a, out in zip(inputs, first, strict=True):
+        cuda_linear_sm90.launch(a, b, None, out)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    outs = [torch.empty(200, *out.shape, device="cuda") for out in first]
+    for i in range(200):
+        for stream, a, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                cuda_linear_sm90.launch(a, b, None, out[i])
+    torch.cuda.synchronize()
+    for out, expected in zip(outs, first, strict=True):
+        assert torch.equal(out, expected.expand_as(out))
+
+
+@on_hopper
+def test_a_cold_launch_can_be_captured(tmp_path, monkeypatch):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
+    b = random_codes((256, 512), NVFP4, generator(7), device="cuda")
+    stored = prepacked(b)
+    a = random_dense((2, 512), torch.bfloat16, generator(8), "cuda")
+    out = poisoned_empty((2, 256), torch.float32, "cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda_linear_sm90.launch(a, stored, None, out, config=Config(2, 4, 2, 1, 6))
+    graph.replay()
+    check(a, b, None, out, "captured")
