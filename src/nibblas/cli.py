@@ -396,6 +396,7 @@ def bench(
     formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
     activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
     kernels: Annotated[str, typer.Option(help="Kernels to time, by name; all by default.")] = "",
+    peers: Annotated[str, typer.Option(help="Other libraries to time beside them: humming, gemlite.")] = "",
     device: Device = "cpu",
     threads: Threads = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each kernel on each problem.")] = 30,
@@ -431,6 +432,7 @@ def bench(
             device=_device(device),
             threads=threads,
             names=names or None,
+            peers=_split(peers),
             rounds=rounds,
             seconds=seconds,
             progress=advance,
@@ -592,10 +594,11 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
         print_("floor unknown: `nibblas doctor` measures this device once")
     table = _table("kernel", "weights in", "time", "of floor", "why", right=("time", "of floor"))
     table.columns[2].no_wrap = table.columns[3].no_wrap = True
+    unable: list[str] = []
     for i, (problem, candidate) in enumerate(rows):
         kernel = candidate.kernel
         if candidate.why_not is not None:
-            table.add_row(f"  [dim]{kernel.name}[/]", "", "", "", f"[dim]can't: {escape(candidate.why_not)}[/]")
+            unable.append(f"[dim]{kernel.name} can't: {escape(candidate.why_not)}[/]")
             continue
         table.add_row(
             f"[bold]> {kernel.name}[/]" if i == 0 else f"  {kernel.name}",
@@ -604,9 +607,12 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
             f"{first.floor / candidate.seconds:.0%}" if named else "?",
             candidate.basis_in_words,
         )
-    print_(table)
-    if not rows or rows[0][1].why_not is not None:
+    if len(rows) > len(unable):
+        print_(table)
+    else:
         print_("[red]no kernel can run this[/]")
+    for line in unable:
+        print_(line)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ class Kernel:
         if problem.op != self.op:
             return f"computes {self.op}, asked for {problem.op}"
         if self.archs and problem.arch not in self.archs:
-            return f"runs on {', '.join(self.archs)}, this is {problem.arch}"
+            some = self.archs if len(self.archs) <= 4 else (*self.archs[:3], f"{len(self.archs) - 3} more")
+            return f"runs on {', '.join(some)}, this is {problem.arch}"
         if (problem.a, problem.b) not in self.operands:
             pairs = ", ".join(f"{a} x {b}" for a, b in self.operands)
             return f"takes {pairs}; asked for {problem.a} x {problem.b}"

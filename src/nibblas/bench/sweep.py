@@ -23,6 +23,7 @@ from torch import Tensor
 import nibblas
 from nibblas import dispatch, reference
 from nibblas.bench import probe
+from nibblas.bench.peers import PEERS, Product
 from nibblas.bench.timing import CPU, MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, quartiles
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.evidence import Measurement
@@ -117,6 +118,7 @@ def sweep(
     device: torch.device = CPU,
     threads: int | None = None,
     names: Sequence[str] | None = None,
+    peers: Sequence[str] = (),
     rounds: int = 30,
     seconds: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
@@ -126,6 +128,7 @@ def sweep(
     activations : "fp4" (of the weights' format) or a dtype name; the result is bf16 for fp4, else of that dtype.
     threads : of the CPU, torch's own number by default.
     names : kernels to time, all that are made for the device by default.
+    peers : other libraries to time beside them, by name (bench/peers.py).
     rounds, seconds : samples of each function of a problem, and when to stop taking more.
     progress : called with problems done, all problems, and the one to come.
 
@@ -133,6 +136,8 @@ def sweep(
     """
     wanted = [as_format(format) for format in formats]
     chosen = _named(names, arch_of(device))
+    if unknown := set(peers) - set(PEERS):
+        raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     if activations not in (*DTYPES, "fp4"):
         raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
     for format in wanted:
@@ -150,10 +155,11 @@ def sweep(
                 legal = legal_scales(format, activations)
                 hard = _Operands.drawn(max(Ms), N, K, format, activations, legal, 0, device)
                 usual = _Operands.drawn(max(Ms), N, K, format, activations, USUAL_SCALES[format.name], cold, device)
+                others = _peers(peers, usual, cold)
                 for M in Ms:
                     if progress:
                         progress(len(results), total, f"{format} {M} x {N} x {K}")
-                    run = _Run(usual, hard, hard.covers(legal), M, dense, line, device)
+                    run = _Run(usual, hard, hard.covers(legal), M, dense, others, line, device)
                     results.append(run.result(chosen, rounds, seconds))
     dispatch.forget()
     return results
@@ -173,6 +179,20 @@ def _named(names: Sequence[str] | None, arch: str) -> list[Kernel]:
     if names is None:
         return [kernel for kernel in linear if not kernel.archs or arch in kernel.archs]
     return [kernel for kernel in linear if kernel.name in names]
+
+
+def _peers(names: Sequence[str], operands: "_Operands", beyond: int) -> dict[str, Product | str]:
+    """The peers' products of these weights by name, or why one has none."""
+    copies = max(1, -(-beyond // operands.b.nbytes))
+    found: dict[str, Product | str] = {}
+    for name in names:
+        try:
+            product = PEERS[name](operands.b, operands.out, min(copies, GRAPH))
+            product(operands.rows(1))
+            found[name] = product
+        except Exception as error:  # whatever another library raises is its reason
+            found[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+    return found
 
 
 def _rotation(operand, beyond: int):
@@ -308,6 +328,7 @@ class _Run:
     hardened: bool
     M: int
     dense: dict[torch.dtype, Rotation[Tensor]]
+    peers: dict[str, Product | str]  # a reason where one refused the weights
     line: Roofline
     device: torch.device
 
@@ -316,7 +337,7 @@ class _Run:
         plain = self.usual.problem(self.M)
         right: dict[str, _Timeable] = {}
         wrong: dict[str, str] = {}
-        unable: dict[str, str] = {}
+        unable = {name: peer for name, peer in self.peers.items() if isinstance(peer, str)}
         for kernel in kernels:
             layouts = [(scale.name, data.name) for scale, data in kernel.b_layouts or ((LINEAR, LINEAR),)]
             for pair in layouts:
@@ -361,6 +382,9 @@ class _Run:
             functions[name] = partial(
                 _torch, torch.randn(self.M, K, dtype=dtype, device=self.device), self.dense[dtype]
             )
+        for name, peer in self.peers.items():
+            if not isinstance(peer, str):
+                functions[name] = partial(peer, a)
         launches = max(len(rotation.copies) for rotation in self.rotations(right))
         return interleaved(functions, rounds=rounds, device=self.device, seconds=seconds, launches=launches)
 
