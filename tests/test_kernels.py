@@ -95,11 +95,12 @@ def test_linear(kernel, format, case, device):
     dtype = DTYPES[case.out]
     skipped = []
     for layout, data_layout in kernel.b_layouts or ((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)):
-        b = plain.with_layout(layout, data_layout)
-        why_not = kernel.why_not(operators.linear_problem(a, b, bias, dtype))
+        problem = operators.linear_problem(a, plain, bias, dtype)
+        why_not = kernel.why_not(replace(problem, b_layouts=(layout.name, data_layout.name)))
         if why_not is not None:
             skipped.append(why_not)
             continue
+        b = plain.with_layout(layout, data_layout)
         out = poisoned_empty((*shape[:-2], case.M, case.N), dtype, device)
         operators.launch_linear(a, b, bias, out, kernel.name, False)
         size_with_bias = size if bias is None else torch.maximum(size, bias.double().abs())

@@ -9,7 +9,7 @@ from nibblas import evidence
 from nibblas.evidence import Measurement
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
-from nibblas.layouts import LINEAR, TiledLayout
+from nibblas.layouts import LINEAR, Layout
 from nibblas.problem import Problem
 from nibblas.roofline import device_name, roofline, threads_of
 
@@ -114,7 +114,7 @@ def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: 
     return Candidate(kernel, None, scaled, "near", record, distance)
 
 
-def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[TiledLayout, TiledLayout]]:
+def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[Layout, Layout]]:
     """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that."""
     favourites = {kernel.b_layouts[0] for kernel in kernels() if kernel.op == problem.op and kernel.b_layouts}
     offers = []

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from nibblas.layouts import LINEAR, TiledLayout
+from nibblas.layouts import LINEAR, Layout
 from nibblas.problem import Problem
 
 PACKAGE = Path(__file__).parent
 
-Layouts = tuple[tuple[TiledLayout, TiledLayout], ...]
+Layouts = tuple[tuple[Layout, Layout], ...]
 PLAIN: Layouts = ((LINEAR, LINEAR),)
 
 

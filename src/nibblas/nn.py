@@ -30,7 +30,7 @@ from nibblas.formats import NVFP4, Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.kernels.torch_linear import decode
-from nibblas.layouts import LINEAR, TiledLayout
+from nibblas.layouts import LINEAR, Layout
 from nibblas.operators import as_arguments, launch_linear
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
@@ -73,7 +73,7 @@ class _PackedModule(nn.Module):
         self.rotation = rotation
         self.dtype = dtype or torch.get_default_dtype()
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._layouts: dict[str, tuple[TiledLayout, TiledLayout]] = {}
+        self._layouts: dict[str, tuple[Layout, Layout]] = {}
 
     def _declare(self, name: str, shape: tuple[int, ...], device: torch.device | str | None) -> None:
         """Make room for a packed tensor of logical shape (..., N, K): zeros, to be loaded or replaced."""
@@ -108,7 +108,7 @@ class _PackedModule(nn.Module):
         data: Tensor,
         scale: Tensor,
         global_scale: Tensor | None,
-        layouts: tuple[TiledLayout, TiledLayout],
+        layouts: tuple[Layout, Layout],
     ) -> None:
         self._layouts[name] = layouts
         for part, value in zip(PARTS, (data, scale, global_scale), strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nibblas.dispatch import choose
 from nibblas.formats import Format, as_format
-from nibblas.layouts import TiledLayout, as_layout
+from nibblas.layouts import Layout, as_layout
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_layouts, operand_name
 from nibblas.quantize import dequantize
 from nibblas.tensor import ScaledTensor
@@ -33,7 +33,7 @@ def as_arguments(t: Operand) -> tuple[Tensor, Tensor | None, Tensor | None, str]
 
 
 @lru_cache(maxsize=1024)
-def _parse(spec: str) -> tuple[Format, TiledLayout, TiledLayout, tuple[int, int] | None]:
+def _parse(spec: str) -> tuple[Format, Layout, Layout, tuple[int, int] | None]:
     format, layout, data_layout, matrix = spec.split("|")
     N_K = tuple(int(n) for n in matrix.split(",")) if matrix else None
     return as_format(format), as_layout(layout), as_layout(data_layout), N_K  # type: ignore[return-value]

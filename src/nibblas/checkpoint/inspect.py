@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nibblas.formats import E4M3, E8M0, FORMATS, ScaleCode, as_format
-from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout, as_layout
+from nibblas.layouts import LINEAR, BLOCKED_128x4, Layout, as_layout
 from nibblas.storage import Entry, Header, StorageError, read_header
 
 CHUNK_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class Naming:
     convention: str | None = None  # multiplier or divisor
     needs_global_scale: bool = False  # with e4m3 scales
     activation_scale: str | None = None
-    scale_layout: TiledLayout = LINEAR  # where shapes leave a choice
+    scale_layout: Layout = LINEAR  # where shapes leave a choice
     nibbles: str = "low first"
 
 
@@ -269,8 +269,8 @@ class _Geometry:
     shape: tuple[int, ...]
     code: ScaleCode
     block_size: int
-    layout: TiledLayout
-    data_layout: TiledLayout = LINEAR
+    layout: Layout
+    data_layout: Layout = LINEAR
     transposed: bool = False
 
 
@@ -338,7 +338,7 @@ def _nibblas_geometry(facts: dict[str, Any], data: Entry, scale: Entry) -> _Geom
     return _Geometry(shape, format.scale_code, format.block_size, layout, data_layout) if fits else None
 
 
-def _byte_counts(header: Header, name: str, layout: TiledLayout, rows: int, cols: int) -> Tensor:
+def _byte_counts(header: Header, name: str, layout: Layout, rows: int, cols: int) -> Tensor:
     """How often each byte occurs in a tensor of (rows, cols) matrices stored in a layout, padding left out: (256,)."""
     counts = torch.zeros(256, dtype=torch.int64)
     padded_rows, padded_cols = layout.shape(rows, cols)
@@ -453,7 +453,7 @@ def _tensor_report(checkpoint: _Checkpoint, weight: _Weight) -> TensorReport:
     )
 
 
-def _part_counts(header: Header, name: str, layout: TiledLayout, shape: tuple[int, ...], cols: int) -> Tensor:
+def _part_counts(header: Header, name: str, layout: Layout, shape: tuple[int, ...], cols: int) -> Tensor:
     if layout == LINEAR:
         # A matrix of all rows, whatever the dimensions: gpt-oss has more of them.
         return _byte_counts(header, name, LINEAR, header.entries[name].rows, header.entries[name].row_bytes)

@@ -5,6 +5,7 @@ from nibblas.kernels import (
     composite,
     cpu_linear,
     cpu_quantize,
+    cuda_linear_sm90,
     torch_linear,
     torch_quantize,
     triton_gated_linear,
@@ -16,6 +17,7 @@ from nibblas.kernels import (
 MODULES = (
     cpu_linear,
     cpu_quantize,
+    cuda_linear_sm90,
     triton_linear,
     triton_grouped_linear,
     triton_gated_linear,

@@ -261,7 +261,7 @@ KERNELS = tuple(
     _kernel(
         name=f"cuda_linear_sm90_{format.name}",
         operands=(("bf16", format.name), ("fp16", format.name)),
-        b_layouts=(layouts,),  # type: ignore[arg-type]
+        b_layouts=(layouts,),
     )
     for format, layouts in LAYOUTS.items()
 )
