@@ -298,7 +298,7 @@ def _geometry(weight: _Weight, data: Entry, scale: Entry) -> _Geometry | None:
         *batch, N, K = shape
         cols = -(-K // block_size)
         padded_rows, padded_cols = BLOCKED_128x4.shape(N, cols)
-        fits = {
+        fits: dict[Layout, bool] = {
             LINEAR: scale.shape == (*batch, N, cols),
             BLOCKED_128x4: scale.shape
             in (

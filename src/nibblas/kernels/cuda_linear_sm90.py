@@ -1,10 +1,13 @@
-"""c = a @ b.T for few rows of a (M <= 64) on Hopper, in CUDA C++: bound by reading b once.
+"""c = a @ b.T for few rows of a on Hopper, in CUDA C++: bound by reading b once.
+
+More than 64 rows (32 of fp16) are done 64 at a time, each time with all of b: right, and slow from 128 rows on.
 
 b is prepacked as the registers of mma's operand A (layouts.FragmentCodes) and goes from memory straight to registers;
 eight codes become four pairs of bf16 in eight operations and four multiplications by their block's scale, exactly. K is
 split over the warps of a CTA and the CTAs of a cluster, whose partial sums are added in a fixed order.
 fp16 activations are split into two bf16 terms, exactly, and cost twice the columns.
-Weakness: a matrix of few bytes takes the launch, one trip to memory and one through the cluster, 4 us.
+Weakness: a matrix of few bytes takes the launch, a trip to memory and one through the cluster, 3 us; from M = 32 on
+the decoding and the tensor cores take turns where they should overlap.
 """
 
 import struct
