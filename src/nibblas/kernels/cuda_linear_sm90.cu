@@ -173,7 +173,7 @@ __device__ __forceinline__ void split(u32& pair, u32& rest) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(x[1]), "f"(x[0]));
 }
 
-// The barrier on which partial sums arrive: all but the first CTA's threads may go on at once.
+// The barrier on which partial sums arrive, with the bytes that it waits for.
 __device__ __forceinline__ void expect_sums(u32 arrived, int rank) {
     if (threadIdx.x == 0) {
         const int owned = (TILES - rank + CLUSTER - 1) / CLUSTER;

@@ -2,7 +2,7 @@
 
 More than 64 rows (32 of fp16) are done 64 at a time, each time with all of b: right, and slow from 128 rows on.
 
-b is prepacked as the registers of mma's operand A (layouts.FragmentCodes) and goes from memory straight to registers;
+b is prepacked as the registers of mma's operand A (layouts.FragmentCodes); a lane copies and reads bytes of its own;
 eight codes become four pairs of bf16 in eight operations and four multiplications by their block's scale, exactly. K is
 split over the warps of a CTA and the CTAs of a cluster, whose partial sums are added in a fixed order.
 fp16 activations are split into two bf16 terms, exactly, and cost twice the columns.

@@ -2,7 +2,7 @@
 
 A cubin is kept under the hash of all that made it: source, architecture, compiler version, options. It is written under
 a name of its own and renamed, so that processes that compile the same kernel at the same time don't meet.
-Nothing here needs CUDA before `load` is called; a kernel that is on disk already needs no compiler.
+Nothing here needs CUDA before `load` is called.
 """
 
 import ctypes
@@ -35,9 +35,10 @@ def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
 def _compiler_version() -> str:
     try:
         from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise RuntimeError(f"compiling a CUDA kernel needs the package cuda-core ({error})") from error
-    _, major, minor = nvrtc.nvrtcVersion()
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f"compiling a CUDA kernel needs the package cuda-core with NVRTC: {error}") from error
     return f"nvrtc {major}.{minor}"
 
 
