@@ -16,7 +16,7 @@ import nibblas.nn as fp4
 from nibblas import dispatch, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import kernels, torch_linear
-from nibblas.layouts import LINEAR, ROWS_16x1, ROWS_16x4
+from nibblas.layouts import FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4, LINEAR, ROWS_16x1, ROWS_16x4
 from nibblas.nn import FP4Experts, FP4Linear, conversion_report, convert
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -628,3 +628,21 @@ def test_a_default_dtype_does_not_touch_the_global_scale():
     assert layer.bias.dtype == layer.dtype == torch.bfloat16
     layer.load_state_dict(FP4Linear.from_linear(linear()).state_dict())
     assert same_parts(layer.weight_scaled, FP4Linear.from_linear(linear()).weight_scaled)
+
+
+def test_layouts_that_recode_keep_values_through_a_state_dict(monkeypatch):
+    """Hopper's layouts have no zero and no negative scale: codes change with them, values don't."""
+    fragments = ((FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4),)
+    kernel = replace(TILED, name="fragments", b_layouts=fragments)
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, kernel))
+    dispatch.forget()
+    plain = FP4Linear.from_linear(linear(), nb.NVFP4).state_dict()
+    plain["weight_scale"][0, :3] = torch.tensor([0, 0xB8, 0x38], dtype=torch.uint8)
+    want = reference.to_float64(nb.ScaledTensor(plain["weight"], plain["weight_scale"], nb.NVFP4))
+    layer = FP4Linear(64, 24, format=nb.NVFP4)
+    layer.load_state_dict(plain)
+    assert layer.weight_scaled.layout == FRAGMENT_SCALES_NVFP4
+    again = layer.state_dict()
+    got = reference.to_float64(nb.ScaledTensor(again["weight"], again["weight_scale"], nb.NVFP4))
+    assert torch.equal(got, want)
+    dispatch.forget()

@@ -193,10 +193,12 @@ class _PackedModule(nn.Module):
         if refusals:
             errors += refusals
             return
-        for name, (layout, data_layout) in self._layouts.items():
-            for key, as_stored in ((name, data_layout), (name + PARTS[1], layout)):
-                if prefix + key in state_dict:
-                    state_dict[prefix + key] = as_stored.to(state_dict[prefix + key])
+        for name, layouts in self._layouts.items():
+            data, scale = prefix + name, prefix + name + PARTS[1]
+            if data in state_dict:  # then the scale is too, or _refusals had named it
+                # Together, as a layout may take other codes and scales of the same values.
+                w = ScaledTensor(state_dict[data], state_dict[scale], self.format).with_layout(*layouts)
+                state_dict[data], state_dict[scale] = w.data, w.scale
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._store_all()
 
