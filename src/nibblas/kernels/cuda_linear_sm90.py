@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.kernel import PACKAGE, Kernel
-from nibblas.kernels.cuda_module import Launch, load
+from nibblas.kernels.cuda_module import Launch, load, missing
 from nibblas.layouts import (
     FRAGMENT_SCALES_MXFP4,
     FRAGMENT_SCALES_NVFP4,
@@ -257,6 +257,7 @@ _kernel = partial(
     outs=tuple(DTYPES),
     launch=launch,
     cost=cost,
+    also=lambda problem: missing(),
     sources=("kernels/cuda_linear_sm90.cu", "kernels/cuda_linear_sm90.py", "kernels/cuda_module.py"),
     batched=True,
 )

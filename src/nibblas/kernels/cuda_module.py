@@ -11,12 +11,21 @@ import os
 import tempfile
 import threading
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from nibblas.paths import cache_dir
 
 _lock = threading.Lock()
 _loaded: dict[tuple, int] = {}
+
+
+@cache
+def missing() -> str | None:
+    """Why CUDA kernels can't be compiled here; None if they can."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "needs the package cuda-core, which is not installed (pip install 'nibblas[gpu]')"
+    return None
 
 
 def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
