@@ -401,6 +401,15 @@ def test_bench_prints_and_keeps_its_evidence(run, quick):
     assert run("explain", "linear", "1x64x128", "--threads", "1")[1].count("measured 20") >= 1
 
 
+def test_tune_keeps_evidence_and_tells_what_it_changed(run, quick):
+    status, text, err = run("tune", "64x128", "--M", "1,2", "--formats", "nvfp4", "--seconds", "1", "--threads", "1")
+    assert (status, err) == (0, "")
+    assert "linear M=1 N=64 K=128 bf16 x nvfp4" in text
+    assert "kept" in text or "instead of" in text
+    store = evidence.Store(Path("absent"), nibblas.paths.cache_dir() / "evidence")
+    assert {m.problem.M for m in store.all()} == {1, 2}
+
+
 def test_bench_writes_elsewhere_and_json(run, quick, tmp_path):
     output = tmp_path / "new" / "measured.jsonl"
     status, text, _ = run(*BENCH, "--kernels", "torch_linear", "--output", output, "--json")

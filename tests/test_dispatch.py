@@ -70,6 +70,15 @@ def test_equal_times_go_by_name(setting):
     assert choose(PROBLEM, CPU).name == "a"
 
 
+@pytest.mark.parametrize(("rival", "winner"), [(0.98, "usual"), (0.8, "rival")])
+def test_evidence_moves_a_choice_only_beyond_its_noise(setting, rival, winner):
+    usual, other = setting.kernels = [made("usual", 1.0), made("rival", 2.0)]
+    noisy = (0.9, 0.95, 1.0, 1.05, 1.1)
+    setting.measure(usual, 1.0, samples=noisy)
+    setting.measure(other, rival, samples=tuple(rival * s for s in noisy))
+    assert choose(PROBLEM, CPU).name == winner
+
+
 @pytest.mark.parametrize(("measured", "winner"), [(5.0, "other"), (0.1, "tested")])
 def test_a_measurement_beats_the_kernels_own_cost_model(setting, measured, winner):
     tested, _ = setting.kernels = [made("tested", 1.0), made("other", 2.0)]

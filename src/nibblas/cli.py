@@ -454,6 +454,41 @@ def bench(
         raise typer.Exit(1)
 
 
+@app.command()
+def tune(
+    shapes: Annotated[str, typer.Argument(help="N x K of the weights, such as 4096x4096,14336x4096.")],
+    M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
+    formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
+    activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
+    device: Device = "cpu",
+    threads: Threads = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, about.")] = 60.0,
+) -> None:
+    """Measure your shapes here, so that kernels are chosen by evidence, and say which choices changed.
+
+    A kernel replaces another only if it beats it by more than the noise. Wrong kernels are not timed.
+
+    Examples:
+
+    - `nibblas tune 4096x4096,14336x4096 --M 1,8`
+    """
+    from nibblas.bench.tune import print_tuned
+    from nibblas.bench.tune import tune as run
+
+    with _progress("tune") as advance:
+        tuned = run(
+            [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))],
+            [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
+            [_format(name) for name in _split(formats)],
+            activations,
+            device=_device(device),
+            threads=threads,
+            seconds=seconds,
+            progress=advance,
+        )
+    print_tuned(tuned, _console())
+
+
 # --- what commands print -------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,11 @@ class Candidate:
     distance: float = 0.0
 
     @property
+    def noise(self) -> float:
+        """Half the quartile distance of what was measured, over the median."""
+        return 0.0 if self.record is None else self.record.spread
+
+    @property
     def basis_in_words(self) -> str:
         if self.record is None:
             return "cost model"
@@ -93,9 +98,19 @@ def _choose(problem: Problem, device: torch.device, threads: int, name: str | No
 
 
 def rank(problem: Problem, device: torch.device, threads: int) -> list[Candidate]:
-    """Every kernel of the problem's op, the best first, those that can't last."""
+    """Every kernel of the problem's op, the best first, those that can't last.
+
+    Evidence puts a kernel before the cost model's favourite only if it beats it by more than the noise of both.
+    """
     found = [_candidate(kernel, problem, device, threads) for kernel in kernels() if kernel.op == problem.op]
-    return sorted(found, key=lambda c: (c.why_not is not None, c.seconds, c.kernel.name))
+    order = sorted(found, key=lambda c: (c.why_not is not None, c.seconds, c.kernel.name))
+    tied = [c for c in order if c.why_not is None and c.seconds <= order[0].seconds * (1 + c.noise + order[0].noise)]
+    if len(tied) > 1:
+        line = roofline(device, threads)
+        first = min(tied, key=lambda c: (c.kernel.cost(problem, line), c.seconds, c.kernel.name))
+        order.remove(first)
+        order.insert(0, first)
+    return order
 
 
 def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: int) -> Candidate:

@@ -54,6 +54,7 @@ class Timed:
     against: Ratio  # how many times faster than torch bf16
     error: float | None  # as Measurement.error
     chosen: bool  # by the dispatcher, before this run, for weights in these layouts
+    kernel: str | None = None  # None for torch and peers
 
     @property
     def median(self) -> float:
@@ -361,7 +362,7 @@ class _Run:
             against, found = paired_ratio(samples[BASELINE], taken), right.get(name)
             if found:
                 chosen = choices[found.problem] is found.kernel
-                timed.append(Timed(name, found.problem, taken, against, found.error, chosen))
+                timed.append(Timed(name, found.problem, taken, against, found.error, chosen, found.kernel.name))
             else:
                 timed.append(Timed(name, None, taken, against, None, False))
         timed.sort(key=lambda t: t.median)
