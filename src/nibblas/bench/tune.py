@@ -39,9 +39,9 @@ def tune(
     seconds: float = 60.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Tuned]:
-    """Time every kernel on weights (N, K) and M rows of each format, add the evidence to this machine's, and say what it
-    changed. About `seconds` in all; kernels that give a wrong answer are neither timed nor chosen by evidence.
+    """Time every kernel on weights (N, K) and M rows of each format, keep the evidence, and say what it changed.
 
+    Takes about `seconds` in all; kernels that give a wrong answer are not timed.
     A choice changes only if the other kernel beats it by more than the noise of both (dispatch.rank).
     """
     each = seconds / max(1, len(shapes) * len(Ms) * len(formats))
