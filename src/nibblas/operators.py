@@ -63,20 +63,40 @@ def linear_problem(
     a: Operand, b: ScaledTensor, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
 ) -> Problem:
     """The Problem that a product of these operands poses: a ([L,] M, K), b ([L,] N, K)."""
+    *batch, N, K = b.shape
+    return _linear_problem(
+        a.shape[-2],
+        N,
+        K,
+        batch[0] if batch else 1,
+        operand_name(a, "linear"),
+        b.format.name,
+        DTYPE_NAMES[dtype],
+        operand_layouts(a),
+        operand_layouts(b),
+        bias is not None,
+        batch_invariant,
+        b.device,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _linear_problem(M, N, K, L, a, b, out, a_layouts, b_layouts, bias, batch_invariant, device) -> Problem:
+    """Problems are asked at every call, and are made once."""
     return Problem(
-        op="linear",
-        M=a.shape[-2],
-        N=b.shape[-2],
-        K=b.shape[-1],
-        L=b.shape[0] if b.ndim == 3 else 1,
-        a=operand_name(a, "linear"),
-        b=b.format.name,
-        out=DTYPE_NAMES[dtype],
-        a_layouts=operand_layouts(a),
-        b_layouts=operand_layouts(b),
-        bias=bias is not None,
+        "linear",
+        M,
+        N,
+        K,
+        L,
+        a=a,
+        b=b,
+        out=out,
+        a_layouts=a_layouts,
+        b_layouts=b_layouts,
+        bias=bias,
         batch_invariant=batch_invariant,
-        arch=arch_of(b.device),
+        arch=arch_of(device),
     )
 
 
