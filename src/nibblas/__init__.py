@@ -10,6 +10,7 @@ from nibblas.dispatch import NoKernelError
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout
 from nibblas.ops import bmm, explain, gated_linear, grouped_linear, grouped_matmul, linear, matmul, moe, quantize
+from nibblas.problem import Problem
 from nibblas.quantize import dequantize, rotate
 from nibblas.storage import StorageError, load, save
 from nibblas.tensor import ScaledTensor, stack
@@ -24,6 +25,7 @@ __all__ = [
     "CDNA_32x8",
     "Format",
     "NoKernelError",
+    "Problem",
     "SHUFFLED_16x16",
     "ScaledTensor",
     "StorageError",
