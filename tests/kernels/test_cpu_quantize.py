@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nibblas.formats import FORMATS, MXFP4, NVFP4
+from nibblas.formats import E2M1_MIDPOINTS, FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cpu_library, cpu_quantize
 from nibblas.quantize import amax, dequantize, quantize
 from nibblas.tensor import ScaledTensor
@@ -62,9 +62,32 @@ def test_bytes_equal_the_reference(tier, format, rule):
                 assert_same(got, need, f"{name} {dtype} {global_scale}")
 
 
-def test_strided_rows_and_few_columns(tier):
+@pytest.mark.parametrize("power", [-126, -80, 0, 60], ids=str)
+def test_quotients_next_to_a_midpoint(tier, power):
+    """Elements within two units in the last place of each midpoint of e2m1, under steps of many mantissas.
+
+    A product with the step's inverse is on the wrong side of the midpoint for one of them in a few dozen.
+    """
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.arange(0x38, 0x40, dtype=torch.uint8)
+    for factor in torch.ldexp(torch.rand(100, generator=generator) + 1, torch.tensor(power)):
+        step = NVFP4.scale_code.decode(scale) * factor
+        near = step[:, None] * torch.tensor(E2M1_MIDPOINTS)
+        near = (
+            (near.view(torch.int32)[..., None] + torch.arange(-2, 3, dtype=torch.int32)).flatten(1).view(torch.float32)
+        )
+        blocks = torch.cat([near, near[:, :10]], dim=1).view(8, 3, 15)
+        x = torch.cat([(6 * step)[:, None, None].expand(8, 3, 1), blocks], dim=-1).view(8, 48)
+        need = quantize(x, NVFP4, scale_rule="absmax", global_scale=factor)
+        assert torch.equal(need.scale, scale[:, None].expand(8, 3))
+        assert_same(cpu_quantize.quantize(x, NVFP4, "absmax", factor), need, f"global_scale {factor}")
+
+
+def test_strided_few_and_many_columns(tier):
     wide = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
-    for x in (wide[::2, 3:35], wide.T[:96, :32], wide[:0, :32], wide[:, :0]):
+    tall = torch.randn(3, 5 << 13, generator=torch.Generator().manual_seed(4))
+    for x in (wide[::2, 3:35], wide.T[:96, :32], wide[:0, :32], wide[:, :0], tall, tall[:, : 9 << 12], tall[1:2]):
+        assert torch.equal(cpu_quantize.amax(x), amax(x))
         for format in FORMATS.values():
             rule = format.scale_rules[0]
             assert_same(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = ("cpu_library.c", "cpu_linear.c", "cpu_quantize.c", "cpu_probe.c")
-HEADERS = ("cpu_common.h",)
+HEADERS = ("cpu_common.h", "cpu_quantize_lanes.h")
 PREBUILT = FOLDER / "_cpu.so"
 # No contraction: a product and a sum are fused only where the source says so, or quantizers would differ by compiler.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
