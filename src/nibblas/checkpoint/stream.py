@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 import torch
 
 from nibblas.formats import Format, as_format
-from nibblas.quantize import amax, dequantize, global_scale_from_amax, quantize
+from nibblas.ops import quantize
+from nibblas.quantize import amax, dequantize, global_scale_from_amax
 from nibblas.storage import (
     METADATA_KEY,
     Entry,
