@@ -1,7 +1,8 @@
 /* out = a @ b.T with FP4 weights b. cpu_linear.py says what is computed; here is how.
  *
  * Weights are taken 16 rows (a group) at a time as "lines": 64 bytes hold 8 k of each row, a row a 32-bit lane (layout
- * ROWS_16x4); the scales of a block are 16 bytes (ROWS_16x1). LINEAR weights are transposed into such lines in L1.
+ * ROWS_16x4); the scales of a block are 16 bytes (ROWS_16x1). LINEAR weights are transposed into such lines, in L1 or
+ * in registers.
  *
  * Tiers:
  *   amx       codes times scales, exact in bf16, become tiles.
@@ -42,6 +43,9 @@ enum {
     ROWS_AT_ONCE = 512,            /* bf16 rows of activations that are prepared at a time, at most */
     EXACT_ROWS = 32,               /* rows of activations in double at a time, at most */
     EXACT_K = 128,
+    /* How far ahead codes are asked for, in bytes; measured on Sapphire Rapids. */
+    PREFETCH = 4096,               /* of lines */
+    ROW_PREFETCH = 256,            /* of a LINEAR row */
 };
 
 INLINE int block_size(int format) { return format == NVFP4 ? 16 : 32; }
@@ -574,7 +578,7 @@ TARGET_AVX512 INLINE void tile_avx512(int rows, int format, const uint16_t *x, i
 #pragma GCC unroll 4
         for (int l = 0; l < block / LINE_K; l++) {
             const int64_t k = k0 + l * LINE_K;
-            _mm_prefetch((const char *)w.lines + k * 8 + 2048, _MM_HINT_T0);
+            _mm_prefetch((const char *)w.lines + k * 8 + PREFETCH, _MM_HINT_T0);
             const __m512i line = _mm512_loadu_si512(w.lines + k * 8);
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
@@ -632,10 +636,11 @@ TARGET_AVX512 static void group_avx512(const Linear *p, const Rows *rows, int64_
 /* --- amx --------------------------------------------------------------------------------------------------------- */
 
 /* bf16 of code * scale is made in integers. A table gives a code's sign and exponent, the latter too high; a
- * subtraction with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the significands
- * meet in what is subtracted, which is one of two words: for codes of significand 1 and of 1.5. All values are made too
- * large by a power of two, about 2^60 at the most, so that tame activations times them are far from the subnormals;
- * store_rows_avx512 undoes it. */
+ * subtraction with saturation brings it down by what the scale says and leaves zeros zero. For e4m3 the bits of
+ * 1.5 * scale are those of scale plus 64..84, by the scale's significand: the table has seven ones under the exponent
+ * of a code of significand 1.5, and an AND leaves those bits of them. All values are made too large by a power of two,
+ * about 2^60 at the most, so that tame activations times them are far from the subnormals; store_rows_avx512 undoes
+ * it. */
 enum {
     TILE_WORDS = 16 * STEP_K,
     RING = 4,                      /* steps decoded ahead of the tiles that use them; a power of two */
@@ -648,18 +653,36 @@ enum {
 static const uint16_t RAISED_FOR_E8M0[16] = {
     0, 0x7D80, 0x7E00, 0x7E40, 0x7E80, 0x7EC0, 0x7F00, 0x7F40,
     0, 0xFD80, 0xFE00, 0xFE40, 0xFE80, 0xFEC0, 0xFF00, 0xFF40};
-/* Without the significand; one of 1.5 has a mark in the last bit. */
+/* With seven ones in place of a significand of 1.5. */
 static const uint16_t RAISED_FOR_E4M3[16] = {
-    0, 0x7D80, 0x7E00, 0x7E01, 0x7E80, 0x7E81, 0x7F00, 0x7F01,
-    0, 0xFD80, 0xFE00, 0xFE01, 0xFE80, 0xFE81, 0xFF00, 0xFF01};
+    0, 0x7D80, 0x7E00, 0x7E7F, 0x7E80, 0x7EFF, 0x7F00, 0x7F7F,
+    0, 0xFD80, 0xFE00, 0xFE7F, 0xFE80, 0xFEFF, 0xFF00, 0xFF7F};
 
-TARGET_AVX512 INLINE __m512i raised_table(int format) {
-    const uint16_t *words = format == NVFP4 ? RAISED_FOR_E4M3 : RAISED_FOR_E8M0;
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)words));
+/* The low or high bytes of a table, four times: vpermb reads 6 bits of a byte, two of which are the next code's. Twice
+ * vpermb beats vpermw, which keeps both ports for 512 bits busy (Sapphire Rapids). */
+TARGET_AVX512 INLINE __m512i raised_bytes(int format, int high) {
+    const __m256i words = _mm256_loadu_si256((const __m256i *)(format == NVFP4 ? RAISED_FOR_E4M3 : RAISED_FOR_E8M0));
+    return _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(high ? _mm256_srli_epi16(words, 8) : words));
+}
+
+/* The scale codes of 16 rows, each in the four bytes of its row. */
+TARGET_AVX512 INLINE __m512i spread_codes(const uint8_t *scales) {
+    const __m512i row_of_byte = _mm512_set_epi32(
+        0x0F0F0F0F, 0x0E0E0E0E, 0x0D0D0D0D, 0x0C0C0C0C, 0x0B0B0B0B, 0x0A0A0A0A, 0x09090909, 0x08080808,
+        0x07070707, 0x06060606, 0x05050505, 0x04040404, 0x03030303, 0x02020202, 0x01010101, 0);
+    return _mm512_permutexvar_epi8(row_of_byte, _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)scales)));
 }
 
 /* A word of each dword's low half in both its halves. */
 TARGET_AVX512 INLINE __m512i both_halves(__m512i words) { return _mm512_or_si512(words, _mm512_slli_epi32(words, 16)); }
+
+/* A group of weights. */
+typedef struct {
+    const uint8_t *codes;          /* lines, or the first of 16 LINEAR rows */
+    int64_t stride, row_bytes;     /* of LINEAR rows; 0 if lines */
+    const uint8_t *scales;         /* [k / block_size][16 rows] */
+    const uint8_t *next_scales;    /* those that will be read after these: two groups on if tiled */
+} Weights;
 
 /* What a group's decoding carries along. */
 typedef struct {
@@ -667,67 +690,116 @@ typedef struct {
     __m128i top;                   /* see load_scales */
 } Decoder;
 
-/* Lines of 32 k (16, if `half`) -> a B tile: bf16 [16 pairs][16 rows][2]. `usual`: every e4m3 scale is. */
-TARGET_AVX512 INLINE void decode_step(int format, int usual, int half, Lines w, int64_t k0, Decoder *decoder,
-                                      uint16_t *to) {
+/* What turns a block's raised codes into values, in every byte or word of a row. */
+typedef struct {
+    __m512i down;                  /* words that are subtracted */
+    __m512i more;                  /* e4m3: bytes, bits of 1.5 * scale less those of scale */
+    __m512i sign;                  /* e4m3 that may be negative: words, the scale's sign */
+} BlockScale;
+
+/* That of 16 scale codes. `usual`: all are positive normal e4m3. */
+TARGET_AVX512 INLINE BlockScale block_scale(int format, int usual, const uint8_t *scales, Decoder *decoder) {
+    BlockScale scale = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    if (format == NVFP4 && usual) {
+        /* bf16 of scale * 2^-8 is (code << 4) + (112 << 7). */
+        const __m512i codes = spread_codes(scales), minuend = _mm512_set1_epi16((TOP_EXPONENT - RAISED - 112) << 7);
+        const __m512i one = _mm512_and_si512(_mm512_srli_epi16(codes, 4), _mm512_set1_epi16(0x0FF0));
+        scale.down = _mm512_sub_epi16(minuend, one);
+        const __m128i more = _mm_setr_epi8(64, 72, 80, 84, 80, 76, 72, 68, 64, 72, 80, 84, 80, 76, 72, 68);
+        scale.more = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(more), codes);
+    } else if (format == NVFP4) {
+        const __m512 signed_value = load_scales(scales, NVFP4, &decoder->top), value = _mm512_abs_ps(signed_value);
+        const __m512 half_more = _mm512_mul_ps(value, _mm512_set1_ps(1.5f));
+        const __mmask16 zero = _mm512_testn_epi32_mask(_mm512_castps_si512(value), _mm512_castps_si512(value));
+        const __m512i one = _mm512_srli_epi32(_mm512_castps_si512(value), 16);
+        const __m512i three = _mm512_srli_epi32(_mm512_castps_si512(half_more), 16);
+        const __m512i minuend = _mm512_set1_epi32((TOP_EXPONENT - RAISED) << 7);
+        scale.down = both_halves(
+            _mm512_mask_mov_epi32(_mm512_sub_epi32(minuend, one), zero, _mm512_set1_epi32(0xFFFF)));
+        const __m512i twice = both_halves(_mm512_sub_epi32(three, one));
+        scale.more = _mm512_or_si512(twice, _mm512_slli_epi32(twice, 8));
+        const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_value), _mm512_set1_epi32((int)0x80000000u));
+        scale.sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
+    } else {
+        const __m512i codes = _mm512_srli_epi16(spread_codes(scales), 8);
+        decoder->top = _mm_max_epu8(decoder->top, _mm_loadu_si128((const __m128i *)scales));
+        const __m512i exponent = _mm512_sub_epi16(_mm512_set1_epi16((short)decoder->base), codes);
+        scale.down = _mm512_slli_epi16(_mm512_min_epu16(exponent, _mm512_set1_epi16(255)), 7);
+    }
+    return scale;
+}
+
+/* 16 bytes of 16 LINEAR rows -> 4 lines. */
+TARGET_AVX512 INLINE void transpose_step(const uint8_t *from, int64_t stride, __m512i *lines) {
+    __m512i in[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        const uint8_t *row = from + r * stride;
+        in[r] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)row));
+        in[r] = _mm512_inserti32x4(in[r], _mm_loadu_si128((const __m128i *)(row + 4 * stride)), 1);
+        in[r] = _mm512_inserti32x4(in[r], _mm_loadu_si128((const __m128i *)(row + 8 * stride)), 2);
+        in[r] = _mm512_inserti32x4(in[r], _mm_loadu_si128((const __m128i *)(row + 12 * stride)), 3);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(in[0], in[1]), b = _mm512_unpackhi_epi32(in[0], in[1]);
+    const __m512i c = _mm512_unpacklo_epi32(in[2], in[3]), d = _mm512_unpackhi_epi32(in[2], in[3]);
+    lines[0] = _mm512_unpacklo_epi64(a, c);
+    lines[1] = _mm512_unpackhi_epi64(a, c);
+    lines[2] = _mm512_unpacklo_epi64(b, d);
+    lines[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+/* The codes of 32 k from k0 (16, if `half`) as 4 lines, and a request for codes that are read some steps later. */
+TARGET_AVX512 INLINE void load_step(int half, const Weights *w, int64_t k0, __m512i *lines) {
+    if (!w->stride) {
+        const uint8_t *from = w->codes + k0 * 8;
+#pragma GCC unroll 4
+        for (int l = 0; l < (half ? 2 : 4); l++) {
+            _mm_prefetch((const char *)from + l * 64 + PREFETCH, _MM_HINT_T0);
+            lines[l] = _mm512_loadu_si512(from + l * 64);
+        }
+        return;
+    }
+    transpose_step(w->codes + k0 / 2, w->stride, lines);
+    /* Each fourth of a cache line's steps asks for a fourth of the rows. */
+    const int64_t quarter = k0 / STEP_K % 4, ahead = k0 / 2 + ROW_PREFETCH;
+    const uint8_t *row = w->codes + ahead + (ahead < w->row_bytes ? 0 : LANES * w->stride - w->row_bytes);
+    for (int r = 0; r < 4; r++) _mm_prefetch((const char *)row + (4 * quarter + r) * w->stride, _MM_HINT_T0);
+}
+
+/* The codes of 32 k (16, if `half`) -> a B tile: bf16 [16 pairs][16 rows][2]. `usual` as for block_scale. */
+TARGET_AVX512 INLINE void decode_step(int format, int usual, int half, const Weights *w, int64_t k0,
+                                      Decoder *decoder, uint16_t *to) {
     const int block = block_size(format);
-    const __m512i table = raised_table(format);
+    __m512i lines[4];
+    load_step(half, w, k0, lines);
+    _mm_prefetch((const char *)w->next_scales + k0 / block * LANES, _MM_HINT_T0);
+    const __m512i low_bytes = raised_bytes(format, 0), high_bytes = raised_bytes(format, 1);
+    const __m512i exponent = _mm512_set1_epi8((char)0x80), upper = _mm512_set1_epi16((short)0xFF00);
 #pragma GCC unroll 2
     for (int k = 0; k < STEP_K; k += block) {
         if (half && k) {
             for (int i = 0; i < 8; i++) _mm512_store_si512(to + TILE_WORDS / 2 + i * 32, _mm512_setzero_si512());
             break;
         }
-        const uint8_t *scales = w.scales + (k0 + k) / block * LANES;
-        __m512i down, down_of_3 = _mm512_setzero_si512(), sign = _mm512_setzero_si512();
-        if (format == NVFP4 && usual) {
-            /* bf16 of scale * 2^-8 is (code << 4) + (112 << 7); of 1.5 * scale, more by what the significand says. */
-            const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
-            const __m512i one = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 4);
-            const __m128i more = _mm_shuffle_epi8(
-                _mm_setr_epi8(64, 72, 80, 84, 80, 76, 72, 68, 64, 72, 80, 84, 80, 76, 72, 68),
-                _mm_and_si128(codes, _mm_set1_epi8(15)));
-            const __m512i minuend = _mm512_set1_epi16((TOP_EXPONENT - RAISED - 112) << 7);
-            down = _mm512_sub_epi16(minuend, both_halves(one));
-            const __m512i less_mark = _mm512_sub_epi32(_mm512_cvtepu8_epi32(more), _mm512_set1_epi32(1));
-            down_of_3 = _mm512_sub_epi16(down, both_halves(less_mark));
-        } else if (format == NVFP4) {
-            const __m512 signed_scale = load_scales(scales, NVFP4, &decoder->top);
-            const __m512 scale = _mm512_abs_ps(signed_scale);
-            const __m512i minuend = _mm512_set1_epi32((TOP_EXPONENT - RAISED) << 7);
-            const __mmask16 zero = _mm512_testn_epi32_mask(_mm512_castps_si512(scale), _mm512_castps_si512(scale));
-            const __m512i one = _mm512_srli_epi32(_mm512_castps_si512(scale), 16);
-            const __m512 half_more = _mm512_mul_ps(scale, _mm512_set1_ps(1.5f));
-            const __m512i three = _mm512_srli_epi32(_mm512_castps_si512(half_more), 16);
-            const __m512i all = _mm512_set1_epi32(0xFFFF);
-            down = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(minuend, one), zero, all));
-            const __m512i marked = _mm512_add_epi32(minuend, _mm512_set1_epi32(1));
-            down_of_3 = both_halves(_mm512_mask_mov_epi32(_mm512_sub_epi32(marked, three), zero, all));
-            const __m512i high = _mm512_and_si512(_mm512_castps_si512(signed_scale),
-                                                  _mm512_set1_epi32((int)0x80000000u));
-            sign = _mm512_or_si512(high, _mm512_srli_epi32(high, 16));
-        } else {
-            const __m128i codes = _mm_loadu_si128((const __m128i *)scales);
-            decoder->top = _mm_max_epu8(decoder->top, codes);
-            const __m512i exponent = _mm512_sub_epi32(_mm512_set1_epi32(decoder->base), _mm512_cvtepu8_epi32(codes));
-            down = both_halves(_mm512_slli_epi32(_mm512_min_epu32(exponent, _mm512_set1_epi32(255)), 7));
-        }
+        const BlockScale scale = block_scale(format, usual, w->scales + (k0 + k) / block * LANES, decoder);
 #pragma GCC unroll 4
         for (int l = 0; l < block / LINE_K; l++) {
-            const uint8_t *from = w.lines + (k0 + k) * 8 + l * 64;
-            _mm_prefetch((const char *)from + 2048, _MM_HINT_T0);
-            const __m512i line = _mm512_loadu_si512(from);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                const __m512i raised = decode_pairs(table, line, i);
-                __m512i step = down;
-                if (format == NVFP4) {
-                    const __mmask32 is_3 = _mm512_test_epi16_mask(raised, _mm512_set1_epi16(1));
-                    step = _mm512_mask_mov_epi16(down, is_3, down_of_3);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                const __m512i line = lines[k / LINE_K + l], codes = i ? _mm512_srli_epi16(line, 4) : line;
+                __m512i low = _mm512_permutexvar_epi8(codes, low_bytes);
+                const __m512i high = _mm512_permutexvar_epi8(codes, high_bytes);
+                /* low & (more | exponent) */
+                if (format == NVFP4) low = _mm512_ternarylogic_epi32(low, scale.more, exponent, 0xE0);
+                /* Words of the even bytes, then of the odd. */
+                __m512i value[2] = {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xF4),
+                                    _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xF8)};
+#pragma GCC unroll 2
+                for (int h = 0; h < 2; h++) {
+                    value[h] = _mm512_subs_epu16(value[h], scale.down);
+                    if (format == NVFP4 && !usual) value[h] = _mm512_xor_si512(value[h], scale.sign);
+                    _mm512_store_si512(to + (k + l * LINE_K) * 16 + (i + 2 * h) * 32, value[h]);
                 }
-                __m512i value = _mm512_subs_epu16(raised, step);
-                if (format == NVFP4 && !usual) value = _mm512_xor_si512(value, sign);
-                _mm512_store_si512(to + (k + l * LINE_K) * 16 + i * 32, value);
             }
         }
     }
@@ -800,13 +872,14 @@ static int fits_bf16(const Linear *p, int64_t g, int *largest) {
 }
 
 /* Whether all e4m3 scales are positive normal numbers: codes 0x08..0x7E. */
-TARGET_AVX512 static int are_usual(Lines w, int64_t blocks) {
-    __m128i top = _mm_setzero_si128();
-    for (int64_t i = 0; i < blocks; i++) {
-        const __m128i codes = _mm_loadu_si128((const __m128i *)(w.scales + i * LANES));
-        top = _mm_max_epu8(top, _mm_sub_epi8(codes, _mm_set1_epi8(8)));
+TARGET_AVX512 static int are_usual(const uint8_t *scales, int64_t count) {
+    __m512i top = _mm512_setzero_si512();
+    const __m512i least = _mm512_set1_epi8(8);
+    for (int64_t i = 0; i < count; i += 64) {
+        const __mmask64 mask = count - i >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << (count - i)) - 1;
+        top = _mm512_max_epu8(top, _mm512_sub_epi8(_mm512_mask_loadu_epi8(least, mask, scales + i), least));
     }
-    return !_mm_cmpgt_epu8_mask(top, _mm_set1_epi8(0x7E - 8));
+    return !_mm512_cmpgt_epu8_mask(top, _mm512_set1_epi8(0x7E - 8));
 }
 
 enum { SUMS_STRIDE = 2 * LANES, MAX_TILES = 4 };
@@ -868,7 +941,7 @@ TARGET_AMX static void store_sums(int row_tiles, int groups, float *sums) {
 /* Rows x (whole tiles of them) times the lines of some groups. Each step is decoded a little before it is multiplied,
  * for the two to overlap; decoding again for other rows costs less than keeping what was decoded. */
 TARGET_AMX INLINE void multiply(int format, int usual, int row_tiles, int groups, const uint16_t *x, int64_t step,
-                                int64_t tile, const Lines *w, int64_t K, Decoder *decoders, uint16_t *ring) {
+                                int64_t tile, const Weights *w, int64_t K, Decoder *decoders, uint16_t *ring) {
     const int64_t steps = (K + STEP_K - 1) / STEP_K;
     const int half_step = format == NVFP4 && K % STEP_K != 0;
     for (int64_t s = 0; s < steps + RING / 2; s++) {
@@ -878,9 +951,9 @@ TARGET_AMX INLINE void multiply(int format, int usual, int row_tiles, int groups
 #pragma GCC unroll 2
             for (int i = 0; i < groups; i++) {
                 if (half)
-                    decode_step(format, usual, 1, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+                    decode_step(format, usual, 1, w + i, s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
                 else
-                    decode_step(format, usual, 0, w[i], s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
+                    decode_step(format, usual, 0, w + i, s * STEP_K, decoders + i, to + i * RING * TILE_WORDS);
             }
         }
         const int64_t done = s - RING / 2;
@@ -889,12 +962,12 @@ TARGET_AMX INLINE void multiply(int format, int usual, int row_tiles, int groups
     }
 }
 
-typedef void Multiply(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile, const Lines *w,
+typedef void Multiply(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile, const Weights *w,
                       int64_t K, Decoder *decoders, uint16_t *ring);
 
 #define DEFINE_MULTIPLY(name, format, usual)                                                                         \
     TARGET_AMX static void name(int row_tiles, int groups, const uint16_t *x, int64_t step, int64_t tile,            \
-                                const Lines *w, int64_t K, Decoder *decoders, uint16_t *ring) {                      \
+                                const Weights *w, int64_t K, Decoder *decoders, uint16_t *ring) {                    \
         if (groups == 2 && row_tiles == 2)                                                                           \
             multiply(format, usual, 2, 2, x, step, tile, w, K, decoders, ring);                                      \
         else if (groups == 2)                                                                                        \
@@ -918,22 +991,37 @@ typedef struct {
     float *sums;
 } Workspace;
 
+/* Group g, of LINEAR weights with its scales in `buffer`, and its codes too if they are not 16 rows of whole steps. */
+static Weights weights_of(const Linear *p, int64_t g, LinesBuffer *buffer) {
+    const Operand *b = &p->b;
+    if (b->tiled || p->N - g * LANES < LANES || p->K % STEP_K) {
+        const Lines w = lines_of(p, g, 0, p->K, gather_avx512, buffer);
+        return (Weights){w.lines, 0, 0, w.scales, w.scales + (b->tiled ? 2 * LANES * b->scale_stride : 0)};
+    }
+    const uint8_t *scales = b->scale + g * LANES * b->scale_stride;
+    gather_avx512(scales, scales + 2 * LANES * b->scale_stride, b->scale_stride, LANES, p->K / block_size(p->format), 1,
+                  buffer->scales);
+    const uint8_t *codes = (const uint8_t *)b->data + g * LANES * b->data_stride;
+    return (Weights){codes, b->data_stride, p->K / 2, buffer->scales, buffer->scales};
+}
+
 /* Groups g0.. of weights (1 or 2) with all prepared rows; those that don't fit are marked in `left`. */
 TARGET_AMX static void unit_amx(const Linear *p, const Rows *rows, int64_t g0, int groups, Workspace *space,
                                 uint8_t *left) {
     const int64_t count = rows->rows * rows->terms, step = step_of(rows);
-    const int tiles = (int)((count + 15) / 16), together = tiles <= 2 ? groups : 1;
+    /* 32 LINEAR rows, a power of two apart, would not fit the sets of L1 that they share. */
+    const int tiles = (int)((count + 15) / 16), together = tiles <= 2 && p->b.tiled ? groups : 1;
     Decoder decoders[2];
     float factors[2];                               /* besides 2^-RAISED */
-    Lines w[2];
-    int usual = 1;
+    Weights w[2];
+    int usual = p->format == NVFP4;
     for (int i = 0; i < groups; i++) {
         int largest;
         left[g0 + i] = !fits_bf16(p, g0 + i, &largest);
         decoders[i] = (Decoder){TOP_EXPONENT - 127 - RAISED + largest, _mm_setzero_si128()};
         factors[i] = p->format == NVFP4 ? 256 : e8m0_decode((uint8_t)largest);
-        w[i] = lines_of(p, g0 + i, 0, p->K, gather_avx512, space->lines + i);
-        usual = usual && p->format == NVFP4 && are_usual(w[i], p->K / 16);
+        w[i] = weights_of(p, g0 + i, space->lines + i);
+        usual = usual && are_usual(w[i].scales, p->K / 16 * LANES);
     }
     Multiply *run = p->format == MXFP4 ? multiply_mxfp4 : usual ? multiply_usual_nvfp4 : multiply_nvfp4;
     for (int i = 0; i < groups; i += together) {

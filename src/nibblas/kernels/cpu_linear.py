@@ -24,21 +24,27 @@ from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
+DTYPE_CODES = {getattr(torch, name.removeprefix("torch.")): code for name, code in cpu_library.DTYPES.items()}
+B_LAYOUTS = ((ROWS_16x1, ROWS_16x4), (LINEAR, LINEAR))
+
 
 def _dense(t: Tensor) -> tuple[Operand, Tensor]:
     """The operand as C takes it, and the tensor that keeps its memory."""
-    if t.stride(1) != 1 and t.shape[1] > 1:
+    row, element = t.stride()
+    if element != 1 and t.shape[1] > 1:
         t = t.contiguous()
-    return Operand(t.data_ptr(), None, t.stride(0), 0, cpu_library.DTYPES[str(t.dtype)], 0, 1.0), t
+        row = t.stride(0)
+    return Operand(t.data_ptr(), None, row, 0, DTYPE_CODES[t.dtype], 0, 1.0), t
 
 
-def _packed(t: ScaledTensor) -> tuple[Operand, ScaledTensor]:
-    if not (t.data.is_contiguous() and t.scale.is_contiguous()):
+def _packed(t: ScaledTensor, tiled: bool) -> tuple[Operand, ScaledTensor]:
+    data, scale = t.data, t.scale
+    if not (data.is_contiguous() and scale.is_contiguous()):
         t = t.contiguous()
-    tiled = t.data_layout == ROWS_16x4
+        data, scale = t.data, t.scale
     global_scale = 1.0 if t.global_scale is None else t.global_scale.item()
-    strides = t.data.shape[1], t.scale.shape[1]
-    return Operand(t.data.data_ptr(), t.scale.data_ptr(), *strides, cpu_library.FP4, tiled, global_scale), t
+    strides = data.shape[1], scale.shape[1]
+    return Operand(data.data_ptr(), scale.data_ptr(), *strides, cpu_library.FP4, tiled, global_scale), t
 
 
 def linear(
@@ -64,17 +70,19 @@ def linear(
     found = cpu_library.library()
     if found is None:
         raise RuntimeError(f"cpu_linear: {cpu_library.status()}")
-    (M, K), N = a.shape, b.shape[0]
-    if b.shape != (N, K) or out.shape != (M, N):
+    (M, K), (N, b_K) = a.shape, b.shape
+    if b_K != K or out.shape != (M, N):
         raise ValueError(f"cpu_linear: a {tuple(a.shape)}, b {tuple(b.shape)}, out {tuple(out.shape)} do not fit")
-    if (b.layout, b.data_layout) not in ((LINEAR, LINEAR), (ROWS_16x1, ROWS_16x4)):
+    layouts = b.layout, b.data_layout
+    if layouts not in B_LAYOUTS:
         raise ValueError(f"cpu_linear: b in {b.layout}/{b.data_layout}, need LINEAR/LINEAR or ROWS_16x1/ROWS_16x4")
     if isinstance(a, ScaledTensor) and (a.format, a.layout, a.data_layout) != (b.format, LINEAR, LINEAR):
         raise ValueError(f"cpu_linear: a is {a}, need {b.format} like b, in LINEAR layouts")
-    if N > 1 and out.stride(1) != 1:
+    out_stride, out_element = out.stride()
+    if N > 1 and out_element != 1:
         raise ValueError(f"cpu_linear: out has strides {out.stride()}, need the elements of a row side by side")
-    left, _a = _dense(a) if isinstance(a, Tensor) else _packed(a)
-    right, _b = _packed(b)
+    left, _a = _dense(a) if isinstance(a, Tensor) else _packed(a, tiled=False)
+    right, _b = _packed(b, tiled=layouts == B_LAYOUTS[0])
     bias = None if bias is None else bias.contiguous()
     task = Linear(
         M,
@@ -84,10 +92,10 @@ def linear(
         right,
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        out.stride(0),
+        out_stride,
         cpu_library.FORMATS[b.format.name],
-        0 if bias is None else cpu_library.DTYPES[str(bias.dtype)],
-        cpu_library.DTYPES[str(out.dtype)],
+        0 if bias is None else DTYPE_CODES[bias.dtype],
+        DTYPE_CODES[out.dtype],
         threads or torch.get_num_threads(),
         cpu_library.tier(),
     )
@@ -122,7 +130,7 @@ KERNELS = (
         archs=("cpu",),
         operands=tuple((a, b) for b in FORMATS for a in (*DTYPES, b)),
         outs=tuple(DTYPES),
-        b_layouts=((ROWS_16x1, ROWS_16x4), (LINEAR, LINEAR)),
+        b_layouts=B_LAYOUTS,
         launch=linear,
         cost=cost,
         also=also,
