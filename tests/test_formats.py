@@ -27,7 +27,7 @@ from nibblas.formats import (
     pack,
     unpack,
 )
-from nibblas.layouts import LAYOUTS, TiledLayout
+from nibblas.layouts import FRAGMENT_SCALES_MXFP4, LAYOUTS, FragmentCodes, FragmentScales
 from nibblas.quantize import RULES, dequantize, quantize
 from nibblas.tensor import ScaledTensor
 
@@ -273,18 +273,177 @@ def test_doc_mx_bytes():
 
 def test_doc_layouts():
     rows = table("layout", "holds")
-    assert [row[0] for row in rows] == [name for name in LAYOUTS if isinstance(LAYOUTS[name], TiledLayout)]
+    assert [row[0] for row in rows] == list(LAYOUTS)
     for name, _, tile, formula in rows:
         layout = LAYOUTS[name]
         tile_rows, tile_cols = map(int, tile.split(" x "))
+        if isinstance(layout, FragmentCodes | FragmentScales):
+            extra = layout == FRAGMENT_SCALES_MXFP4
+            assert layout.shape(tile_rows, tile_cols) == (tile_rows, tile_cols + extra)
+            assert layout.shape(tile_rows + 1, tile_cols + 1) == (2 * tile_rows, 2 * tile_cols + extra)
+            assert formula == "below"
+            continue
         assert layout.tile == (tile_rows, tile_cols)
-        inside = compile(ast.parse(formula, mode="eval"), name, "eval")
+        inside = compiled(formula)
         cols = 3 * tile_cols - tile_cols // 2
         for r in range(0, 2 * tile_rows):
             for c in range(cols):
                 want = ((r // tile_rows) * -(-cols // tile_cols) + c // tile_cols) * tile_rows * tile_cols
                 want += eval(inside, {}, {"r": r % tile_rows, "c": c % tile_cols})
                 assert layout.offset(r, c, cols=cols) == want
+
+
+def compiled(formula: str):
+    return compile(ast.parse(formula, mode="eval"), formula, "eval")
+
+
+def places(layout: str) -> dict:
+    """The formulas of the one table whose header names the layout (or the format): what is placed -> code object."""
+    found = {}
+    for header, *rows in tables():
+        if header[0] == "place" and layout in header:
+            column = header.index(layout)
+            found |= {row[0]: compiled(row[1] if row[column] == "the same" else row[column]) for row in rows}
+    assert found, layout
+    return found
+
+
+def words(stored: torch.Tensor) -> list[int]:
+    """The little-endian words of a matrix in a layout of fragments."""
+    return [word & 0xFFFFFFFF for word in stored.view(torch.int32).flatten().tolist()]
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_doc_fragments_of_codes(format):
+    rows, K = 33, 192
+    codes = torch.randint(16, (rows, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stored = words(LAYOUTS[f"FRAGMENTS_{format.name.upper()}"].to(pack(codes)))
+    place = places(format.name.upper())
+    bits = {row[0]: [[int(bit) for bit in cell.split(" ^ ")] for cell in row[1:]] for row in table("code of a word")}
+    assert len(bits) == 8
+    held = set()
+    for r in range(rows):
+        for k in range(K):
+            here = {"r": r, "k": k, "chunks": -(-K // 128)}
+            here |= {name: eval(place[name], {}, here) for name in ("t", "half")}
+            word, i = (eval(place[name], {}, here) for name in ("word", "i"))
+            code = 0
+            for terms in bits[f"c{i}"]:
+                code = code << 1 | sum(stored[word] >> bit for bit in terms) & 1
+            assert code == codes[r, k]
+            held.add((word, i))
+    assert len(held) == rows * K
+    assert len(stored) == 48 * 256 // 8
+    used = {word for word, _ in held}
+    assert not any(stored[word] for word in range(len(stored)) if word not in used)
+
+
+def test_doc_fragment_pairs():
+    """The masks of the document give the bf16 numbers that it says, for words whose codes its bit table gives."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (16, 128), dtype=torch.uint8, generator=generator)
+    stored = words(LAYOUTS["FRAGMENTS_NVFP4"].to(pack(codes)))
+    names = {"m": 0x81C081C0, "rotate": lambda x, n: (x >> n | x << 32 - n) & 0xFFFFFFFF}
+    rows = table("codes", "pair")
+    assert len(rows) == 4
+    for g in range(8):
+        for n, (_, formula) in enumerate(rows):
+            pair = eval(compiled(formula), names, {"x": stored[16 * g]}) & 0xFFFFFFFF
+            values = bf16(pair & 0xFFFF, pair >> 16) * 2.0**126
+            r, k = g + 8 * (n % 2), 2 * (n // 2)
+            assert values.tolist() == e2m1_decode(codes[r, k : k + 2]).tolist()
+
+
+def bf16(*bits: int) -> torch.Tensor:
+    """fp64 values of bf16 patterns."""
+    return (torch.tensor(bits, dtype=torch.int64) << 16).to(torch.int32).view(torch.float32).double()
+
+
+def test_doc_e5m3():
+    e4m3, e5m3 = transposed("e4m3 scale")
+    scale = torch.zeros(16, 8, dtype=torch.uint8)
+    scale[:7, 0] = torch.tensor([int(byte, 0) for byte in e4m3], dtype=torch.uint8)
+    stored = words(LAYOUTS["FRAGMENT_SCALES_NVFP4"].to(scale))
+    assert [stored[4 * r] >> 4 & 0xFF for r in range(7)] == [int(byte, 0) for byte in e5m3]
+
+
+def test_doc_fragments_of_nvfp4_scales():
+    """Every e4m3 scale that is positive, at the word and byte of the formulas, as e5m3 and as the bf16 it becomes."""
+    rows, cols = 33, 12
+    scale = (torch.arange(rows * cols) % 126 + 1).to(torch.uint8).view(rows, cols)
+    stored = words(LAYOUTS["FRAGMENT_SCALES_NVFP4"].to(scale))
+    place = places("FRAGMENT_SCALES_NVFP4")
+    values = E4M3.decode(scale)
+    used = set()
+    for r in range(rows):
+        for c in range(cols):
+            word, j = (eval(place[name], {}, {"r": r, "c": c, "chunks": 2}) for name in ("word", "j"))
+            used.add(word)
+            rotated = (stored[word] >> 4 | stored[word] << 28) & 0xFFFFFFFF
+            e, m = divmod(rotated >> 8 * j & 0xFF, 8)
+            assert (1 + m / 8) * 2.0 ** (e - 22) == values[r, c]
+            x = stored[word] if j % 2 == 0 else (stored[word] >> 8 | stored[word] << 24) & 0xFFFFFFFF
+            pair = x & 0x0FF00FF0 | 0x70007000
+            assert bf16(pair >> 16 * (j // 2) & 0xFFFF) == values[r, c].double() * 2.0**119
+    assert not any(stored[word] for word in range(len(stored)) if word not in used)
+
+
+def test_doc_fragments_of_mxfp4_scales():
+    rows, cols = 33, 6
+    scale = torch.randint(100, 140, (rows, cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scale[3, 2] = 255
+    scale[4] = 255
+    stored = LAYOUTS["FRAGMENT_SCALES_MXFP4"].to(scale).flatten()
+    place = places("FRAGMENT_SCALES_MXFP4")
+    written = torch.zeros_like(stored)
+    for r in range(rows):
+        largest = max((byte for byte in scale[r].tolist() if byte != 255), default=127)
+        at = eval(place["largest"], {}, {"r": r, "chunks": 2})
+        written[at] = largest
+        for c in range(cols):
+            byte = scale[r, c].item()
+            at = eval(place["scale"], {}, {"r": r, "c": c, "chunks": 2})
+            written[at] = 255 if byte == 255 else byte - largest + 254
+    assert torch.equal(stored, written)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_doc_canonical(format):
+    """The table's rules block by block, on every scale byte; the values of the tensor stay."""
+    rows = [row for row in table("format", "a block whose scale is") if row[0] == format.name.upper()]
+    assert len(rows) == {NVFP4: 3, MXFP4: 2}[format]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (128, 4, format.block_size), dtype=torch.uint8, generator=generator)
+    codes[::3, 1] &= 8
+    scale = torch.arange(512).remainder(256).to(torch.uint8)[torch.randperm(512, generator=generator)].view(128, 4)
+    scale[7] = 255
+    w = ScaledTensor(pack(codes.view(128, -1)), scale, format)
+    name = format.name.upper()
+    back = w.with_layout(f"FRAGMENT_SCALES_{name}", f"FRAGMENTS_{name}").with_layout("LINEAR", "LINEAR")
+    want_codes, want_scale = codes.clone(), scale.clone()
+    for r in range(128):
+        holding = [b for b in range(4) if (codes[r, b] & 7).any() and scale[r, b] != 255]
+        largest = max((scale[r, b].item() for b in holding), default=127)
+        for b in range(4):
+            byte, block = scale[r, b].item(), want_codes[r, b]
+            if format is MXFP4:
+                if byte == 255:
+                    block.zero_()
+                elif b not in holding:
+                    want_scale[r, b] = min(byte, largest)
+                continue
+            if byte & 0x7F == 0x7F:
+                want_scale[r, b] = 0x7F
+                continue
+            block ^= 8 * (byte >> 7)
+            want_scale[r, b] = byte & 0x7F
+            if byte & 0x7F == 0:
+                block &= 8
+    assert torch.equal(back.scale, want_scale)
+    assert torch.equal(unpack(back.data).view_as(codes), want_codes)
+    before, after = dequantize(w), dequantize(back)
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(before.signbit() | before.isnan(), after.signbit() | after.isnan())
 
 
 def test_doc_offsets():
@@ -299,10 +458,10 @@ def test_doc_examples():
     examples = "\n".join(re.findall(r"```python\n(.*?)```", DOC, flags=re.DOTALL))
     test = doctest.DocTestParser().get_doctest(
         examples,
-        {"torch": torch, "e2m1_decode": e2m1_decode, "e2m1_encode": e2m1_encode, "pack": pack, "unpack": unpack},
+        dict(globals()),
         "formats.md",
         "docs/formats.md",
         0,
     )
-    assert len(test.examples) == 5
+    assert len(test.examples) == 15
     assert doctest.DocTestRunner().run(test).failed == 0
