@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nibblas import dispatch, evidence, reference, roofline
 from nibblas.bench import probe, sweep
+from nibblas.bench.sweep_quantize import sweep_quantize
 from nibblas.bench.timing import (
     AT_LEAST,
     CPU,
@@ -27,7 +28,7 @@ from nibblas.bench.timing import (
     torch_threads,
 )
 from nibblas.formats import FORMATS, MXFP4, NVFP4
-from nibblas.kernels import torch_linear
+from nibblas.kernels import torch_linear, torch_quantize
 from nibblas.problem import Problem
 
 # --- interleaved ---------------------------------------------------------------------------------------------------
@@ -329,6 +330,53 @@ def test_a_kernel_that_was_named_says_why_it_cannot_run(bench):
     assert result.unable == {"elsewhere": "runs on sm_90, this is cpu"}
     assert {t.name for t in result.timed} == set(sweep.TORCH)
     assert (result.measurements, result.regret) == ((), {})
+
+
+def test_sweep_quantize(bench, monkeypatch):
+    (reference,) = torch_quantize.KERNELS
+
+    def drops_signs(x, format, rule, global_scale):
+        return torch_quantize.launch(x + 0.0, format, rule, global_scale)
+
+    found = (
+        replace(reference, name="right"),
+        replace(reference, name="wrong", launch=drops_signs, cost=lambda problem, line: 1e9),
+        replace(reference, name="unable", also=lambda problem: "no library"),
+    )
+    monkeypatch.setattr(sweep, "all_kernels", lambda: found)
+    monkeypatch.setattr(dispatch, "kernels", lambda: found)
+    results = sweep_quantize([(8, 64)], ["nvfp4", MXFP4], "fp16", threads=1, rounds=6)
+    assert [(r.problem.b, r.problem.rule) for r in results] == [
+        (format.name, rule) for format in (NVFP4, MXFP4) for rule in format.scale_rules
+    ]
+    for result in results:
+        assert (result.problem.M, result.problem.K, result.problem.a) == (8, 64, "fp16")
+        assert result.floor == result.problem.bytes / 1e10
+        assert {t.name for t in result.timed} == {"right", "torch copy"}
+        assert "bytes of codes differ" in result.wrong["wrong"]
+        assert result.unable == {"unable": "no library"}
+        assert result.regret == {"LINEAR/LINEAR": 1.0}
+        (m,) = result.measurements
+        assert (m.kernel, m.problem, m.error, m.hardened) == ("right", result.problem, 0.0, True)
+        assert evidence.Measurement.from_json(m.to_json()) == m
+        assert all("faster_than_torch_copy" in t for t in result.as_dict()["timed"])
+    console = Console(width=100, no_color=True)
+    with console.capture() as capture:
+        sweep.print_results(results, console)
+    assert "four_over_six" in capture.get()
+    assert "vs torch copy" in capture.get()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([(8, 64)], ["nvfp4"], "fp4"), "activations 'fp4' can't be quantized"),
+        (([(8, 40)], ["mxfp4"], "bf16"), "K = 40 is not a multiple"),
+    ],
+)
+def test_sweep_quantize_refuses(bench, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sweep_quantize(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -389,6 +389,7 @@ def explain(
 
 @app.command()
 def bench(
+    op: Annotated[Literal["linear", "quantize"], typer.Option(help="What to time.")] = "linear",
     shapes: Annotated[str, typer.Option(help="N x K of the weights, such as 4096x4096,1024x4096.")] = (
         "1024x1024,4096x4096"
     ),
@@ -411,32 +412,38 @@ def bench(
     Each output is compared with a float64 oracle first; a kernel that is wrong is not timed. The dispatcher uses the
     measurements from then on. Takes about a minute.
 
+    With `--op quantize`: every quantizer, by every scale rule, against a copy of its (N, K) input of the type that
+    `--activations` names; one that differs from the reference by a byte is not timed. `--M` and `--peers` are unused.
+
     Examples:
 
     - `nibblas bench`
     - `nibblas bench --shapes 14336x4096 --M 1,8 --threads 1`
     """
     from nibblas import evidence
-    from nibblas.bench.sweep import linear_kernels, print_results, sweep
+    from nibblas.bench.sweep import kernels_of, print_results, sweep
+    from nibblas.bench.sweep_quantize import sweep_quantize
 
     names = _split(kernels)
-    known = [kernel.name for kernel in linear_kernels()]
+    known = [kernel.name for kernel in kernels_of(op)]
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"no linear kernel is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise typer.BadParameter(f"no {op} kernel is called {', '.join(unknown)}; there are {', '.join(known)}")
+    matrices = [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))]
+    rows = [M for (M,) in (_sizes(rows, "M") for rows in _split(M))]
+    wanted = [_format(name) for name in _split(formats)]
     with _progress("bench") as advance:
-        results = sweep(
-            [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))],
-            [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
-            [_format(name) for name in _split(formats)],
-            activations,
-            device=_device(device),
-            threads=threads,
-            names=names or None,
-            peers=_split(peers),
-            rounds=rounds,
-            seconds=seconds,
-            progress=advance,
-        )
+        options: dict[str, Any] = {
+            "device": _device(device),
+            "threads": threads,
+            "names": names or None,
+            "rounds": rounds,
+            "seconds": seconds,
+            "progress": advance,
+        }
+        if op == "quantize":
+            results = sweep_quantize(matrices, wanted, activations, **options)
+        else:
+            results = sweep(matrices, rows, wanted, activations, peers=_split(peers), **options)
     measurements = [m for result in results for m in result.measurements]
     if output:
         evidence.append(output, measurements)

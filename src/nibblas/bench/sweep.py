@@ -51,7 +51,7 @@ class Timed:
     name: str
     problem: Problem | None  # with the layouts that its weights were in; None for torch
     samples: tuple[float, ...]
-    against: Ratio  # how many times faster than torch bf16
+    against: Ratio  # how many times faster than the Result's baseline
     error: float | None  # as Measurement.error
     chosen: bool  # by the dispatcher, before this run, for weights in these layouts
     kernel: str | None = None  # None for torch and peers
@@ -73,6 +73,7 @@ class Result:
     wrong: dict[str, str]  # kernels that were not timed, and how far off they were
     unable: dict[str, str]  # kernels that can't run, and why
     measurements: tuple[Measurement, ...]
+    baseline: str = BASELINE
 
     @property
     def regret(self) -> dict[str, float]:
@@ -98,7 +99,7 @@ class Result:
                     "quartiles": quartiles(t.samples),
                     "samples": t.samples,
                     "share_of_floor": self.floor / t.median,
-                    "faster_than_torch_bf16": asdict(t.against),
+                    f"faster_than_{self.baseline.replace(' ', '_')}": asdict(t.against),
                     "error": t.error,
                     "chosen": t.chosen,
                 }
@@ -136,7 +137,7 @@ def sweep(
     Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
     """
     wanted = [as_format(format) for format in formats]
-    chosen = _named(names, arch_of(device))
+    chosen = named_kernels("linear", names, arch_of(device))
     if unknown := set(peers) - set(PEERS):
         raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     if activations not in (*DTYPES, "fp4"):
@@ -151,7 +152,9 @@ def sweep(
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with on_device, with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
-            dense = {dtype: _rotation(torch.randn(N, K, dtype=dtype, device=device), cold) for dtype in TORCH.values()}
+            dense = {
+                dtype: rotation_of(torch.randn(N, K, dtype=dtype, device=device), cold) for dtype in TORCH.values()
+            }
             for format in wanted:
                 legal = legal_scales(format, activations)
                 hard = _Operands.drawn(max(Ms), N, K, format, activations, legal, 0, device)
@@ -166,20 +169,21 @@ def sweep(
     return results
 
 
-def linear_kernels() -> list[Kernel]:
-    """The kernels that `sweep` can time, on any device."""
-    return [kernel for kernel in all_kernels() if kernel.op == "linear"]
+def kernels_of(op: str) -> list[Kernel]:
+    """The op's kernels, for any device."""
+    return [kernel for kernel in all_kernels() if kernel.op == op]
 
 
-def _named(names: Sequence[str] | None, arch: str) -> list[Kernel]:
-    linear = linear_kernels()
-    unknown = set(names or ()) - {kernel.name for kernel in linear}
+def named_kernels(op: str, names: Sequence[str] | None, arch: str) -> list[Kernel]:
+    """The op's kernels of these names, by default all that are made for arch. ValueError for an unknown name."""
+    known = kernels_of(op)
+    unknown = set(names or ()) - {kernel.name for kernel in known}
     if unknown:
-        known = ", ".join(kernel.name for kernel in linear)
-        raise ValueError(f"bench: no linear kernel is called {', '.join(sorted(unknown))}; there are {known}")
+        listed = ", ".join(kernel.name for kernel in known)
+        raise ValueError(f"bench: no {op} kernel is called {', '.join(sorted(unknown))}; there are {listed}")
     if names is None:
-        return [kernel for kernel in linear if not kernel.archs or arch in kernel.archs]
-    return [kernel for kernel in linear if kernel.name in names]
+        return [kernel for kernel in known if not kernel.archs or arch in kernel.archs]
+    return [kernel for kernel in known if kernel.name in names]
 
 
 def _peers(names: Sequence[str], operands: "_Operands", beyond: int) -> dict[str, Product | str]:
@@ -196,7 +200,8 @@ def _peers(names: Sequence[str], operands: "_Operands", beyond: int) -> dict[str
     return found
 
 
-def _rotation(operand, beyond: int):
+def rotation_of(operand, beyond: int):
+    """Copies of an operand, as many as the device's calls take turns on."""
     return Rotation(operand, beyond, GRAPH if operand.device.type == "cuda" else MAX_COPIES)
 
 
@@ -252,7 +257,7 @@ class _Operands:
 
     def weights(self, layouts: tuple[str, str]) -> Rotation[ScaledTensor]:
         if layouts not in self.rotations:
-            self.rotations[layouts] = _rotation(self.b.with_layout(*layouts), self.beyond)
+            self.rotations[layouts] = rotation_of(self.b.with_layout(*layouts), self.beyond)
         return self.rotations[layouts]
 
     def check(self, kernel: Kernel, problem: Problem) -> tuple[float, str | None]:
@@ -414,7 +419,7 @@ class _Run:
                 error=t.error,
                 hardened=self.hardened,
                 beside={other.name: other.median for other in timed if other is not t},
-                versions=_versions(),
+                versions=versions(),
                 facts=facts,
             )
             for t in timed
@@ -430,7 +435,8 @@ def _torch(x: Tensor, weights: Rotation[Tensor]) -> Tensor:
     return torch.nn.functional.linear(x, weights())
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What a Measurement says of the software."""
     return {"nibblas": nibblas.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -438,13 +444,17 @@ def _versions() -> dict[str, str]:
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """A table for each weight matrix, and how much the dispatcher's choices lose to the best."""
-    groups: dict[tuple, list[Result]] = {}
+    """A table for each weight matrix, or what is quantized, and how much the dispatcher's choices lose to the best."""
+    groups: dict[str, list[Result]] = {}
     for result in results:
         p = result.problem
-        groups.setdefault((p.b, p.a, p.N, p.K), []).append(result)
-    for (b, a, N, K), members in groups.items():
-        console.print(f"[bold]{b}[/] weights, N = {N}, K = {K}; {a} activations", highlight=False)
+        if p.op == "quantize":
+            title = f"{p.a} quantized to [bold]{p.b}[/], K = {p.K}"
+        else:
+            title = f"[bold]{p.b}[/] weights, N = {p.N}, K = {p.K}; {p.a} activations"
+        groups.setdefault(title, []).append(result)
+    for title, members in groups.items():
+        console.print(title, highlight=False)
         console.print(_table(members))
         for result in members:
             for name, fault in result.wrong.items():
@@ -459,7 +469,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
     console.print(f"{results[0].device}{threads}", highlight=False)
     if any(t.problem and t.median < r.floor for r in results for t in r.timed):
         console.print(
-            "Something beat the floor: weights were partly in the caches, or this machine was busy when its limits "
+            "Something beat the floor: operands were partly in the caches, or this machine was busy when its limits "
             "were measured (`nibblas doctor --again`).",
             highlight=False,
         )
@@ -477,13 +487,16 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 def _table(results: Sequence[Result]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("M", justify="right", no_wrap=True)
+    if results[0].problem.rule:
+        table.add_column("rule", no_wrap=True)
     table.add_column("kernel", overflow="fold", min_width=18)
-    for header in ("time", "spread", "of floor", "vs torch bf16", "error"):
+    for header in ("time", "spread", "of floor", f"vs {results[0].baseline}", "error"):
         table.add_column(header, justify="right", no_wrap=True)
     for result in results:
         for i, timed in enumerate(result.timed):
             last = i == len(result.timed) - 1
-            table.add_row("" if i else str(result.problem.M), *_cells(result, timed), end_section=last)
+            heads = (str(result.problem.M), *filter(None, [result.problem.rule]))
+            table.add_row(*("" if i else head for head in heads), *_cells(result, timed), end_section=last)
     return table
 
 
@@ -495,7 +508,7 @@ def _cells(result: Result, timed: Timed) -> tuple[str, ...]:
         in_words(middle),
         f"{(high - low) / 2 / middle:.0%}",
         f"{result.floor / middle:.1%}" if timed.problem else "",
-        "" if timed.name == BASELINE else str(timed.against),
+        "" if timed.name == result.baseline else str(timed.against),
         "" if timed.error is None else f"{timed.error:.0e}",
     )
 
