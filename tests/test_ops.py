@@ -1,5 +1,7 @@
 """The public operations: what they accept, refuse and promise. That kernels are right is test_kernels.py's matter."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -249,6 +251,46 @@ def test_linear_gives_the_gradient_of_x_and_bias(format, rotation):
     torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
 
 
+def test_the_gradient_has_a_gradient():
+    w = weights("nvfp4", 24, 64)
+    w = nb.ScaledTensor(w.data, w.scale, w.format, torch.tensor(0.1))
+    x, ahead = torch.randn(2, 3, 64, requires_grad=True), torch.randn(2, 3, 24, requires_grad=True)
+    (gradient,) = torch.autograd.grad(nb.linear(x, w), x, ahead, create_graph=True)
+    back = torch.randn(2, 3, 64)
+    (found,) = torch.autograd.grad(gradient, ahead, back)
+    torch.testing.assert_close(found, back @ nb.dequantize(w).T, rtol=1e-4, atol=1e-5)
+
+
+COMPILED_WITH_GRADIENTS = """
+import torch, nibblas as nb
+from torch._subclasses import FakeTensorMode
+
+w = nb.quantize(torch.randn(64, 64), nb.NVFP4)
+if {first!r} == "eager":
+    nb.dequantize(w)
+
+def layers(x):
+    return nb.linear(torch.relu(nb.linear(x, w)), w)
+
+x = torch.randn(3, 64, requires_grad=True)
+found, = torch.autograd.grad(torch.compile(layers, fullgraph=True)(x).sum(), x)
+need, = torch.autograd.grad(layers(x).sum(), x)
+torch.testing.assert_close(found, need)
+values = torch.compile(lambda: nb.dequantize(w), fullgraph=True)()
+with FakeTensorMode(allow_non_fake_inputs=True):
+    assert nb.dequantize(w).shape == (64, 64)
+assert torch.equal(values, nb.dequantize(w))
+"""
+
+
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_compile_with_gradients(first):
+    # In a process of its own: what a trace leaves behind stays for good.
+    code = COMPILED_WITH_GRADIENTS.format(first=first)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 def test_other_operations_refuse_a_gradient():
     w, x = weights("nvfp4", 2, 24, 64), torch.randn(3, 64, requires_grad=True)
     y = nb.grouped_linear(x, w, torch.tensor([0, 1, 3]))
@@ -271,6 +313,7 @@ def test_opcheck():
         "grouped_linear_out": (*dense, *as_arguments(batch), torch.tensor([0, 2, 5]), None, None, torch.empty(5, 24)),
         "gated_linear": (*dense, *as_arguments(w), *as_arguments(w), None, None, "silu", None, torch.float32),
         "gated_linear_out": (*dense, *as_arguments(w), *as_arguments(w), None, None, "silu", None, torch.empty(5, 24)),
+        "linear_backward": (torch.randn(5, 24, requires_grad=True), *as_arguments(w), torch.float32),
         "quantize": (x, None, "nvfp4", "absmax", None),
     }
     for name, arguments in samples.items():

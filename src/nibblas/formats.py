@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # e2m1: a sign, two exponent bits, one mantissa bit.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -18,14 +19,19 @@ E2M1_VALUES = E2M1_MAGNITUDES + tuple(-value for value in E2M1_MAGNITUDES)  # in
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-@cache
-def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor(E2M1_VALUES, dtype=torch.float32, device=device)
+
+
+_kept_e2m1_table = cache(_e2m1_table)
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Values of e2m1 codes: (...) integers 0..15 -> (...) fp32."""
-    return _table(E2M1_VALUES, codes.device)[codes.int()]
+    # What a trace makes must not outlive it, and a trace takes no tensor from before it.
+    traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    table = _e2m1_table(codes.device) if traced else _kept_e2m1_table(codes.device)
+    return table[codes.int()]
 
 
 def e2m1_encode(values: Tensor) -> Tensor:

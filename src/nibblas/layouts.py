@@ -10,12 +10,11 @@ the bits of a word move, and scales take another code.
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from nibblas.formats import E4M3, E8M0, MXFP4, NVFP4, Format, unpack
+from nibblas.formats import E4M3, E8M0, MXFP4, NVFP4, Format, e4m3_encode, unpack
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ class FragmentScales:
         if self.format == NVFP4:
             if ((matrix >= 0x80) & (matrix != 0xFF)).any():
                 raise ValueError(f"{self}: scales are negative, need them folded into the codes (see canonical)")
-            stored = _pad(_e5m3_of_e4m3(matrix.device)[matrix.int()], (padded_rows, padded_cols))
+            stored = _pad(_e5m3_of_e4m3(matrix), (padded_rows, padded_cols))
             tiles = stored.reshape(*batch, padded_rows // 16, 2, 8, padded_cols // 8, 2, 4)
             # [..., tile, chunk, g, t, row half, half]
             lanes = tiles.permute(*range(len(batch)), *(len(batch) + i for i in (0, 3, 2, 5, 1, 4)))
@@ -234,7 +233,7 @@ class FragmentScales:
             lanes = lanes.reshape(*batch, padded_rows // 16, padded_cols // 8, 8, 4, 2, 2)
             codes = lanes.permute(*kept, *(len(batch) + i for i in (0, 4, 2, 1, 5, 3)))
             codes = codes.reshape(*batch, padded_rows, padded_cols)[..., :rows, :cols]
-            return _e4m3_of_e5m3(stored.device)[codes.int()]
+            return _e4m3_of_e5m3(codes)
         tiles = stored.reshape(*batch, padded_rows // 16, 16 * padded_cols)
         largest = tiles[..., -16:].reshape(*batch, padded_rows, 1).int()
         lanes = tiles[..., :-16].reshape(*batch, padded_rows // 16, (padded_cols - 1) // 4, 8, 4, 2)
@@ -298,23 +297,18 @@ def _largest(scale: Tensor) -> Tensor:
     return torch.where(largest < 0, E8M0.one, largest)
 
 
-@cache
-def _e5m3_of_e4m3(device: torch.device) -> Tensor:
-    """e5m3 codes (exponent bias 22) of e4m3 codes without sign: (256,) uint8. Zero, which e5m3 lacks, becomes 0."""
-    codes = torch.arange(256, dtype=torch.uint8)
+def _e5m3_of_e4m3(codes: Tensor) -> Tensor:
+    """e5m3 codes (exponent bias 22) of e4m3 codes without sign: uint8 -> uint8. Zero, which e5m3 lacks, becomes 0."""
     mantissa, exponent = torch.frexp(E4M3.decode(codes & 0x7F))  # 0.5 <= mantissa < 1
     encoded = (exponent + 21) << 3 | (mantissa * 16 - 8).nan_to_num().int()
     encoded = torch.where((codes & 0x7F) == 0, 0, encoded)
-    return torch.where(E4M3.is_nan(codes), 0xFF, encoded).to(torch.uint8).to(device)
+    return torch.where(E4M3.is_nan(codes), 0xFF, encoded).to(torch.uint8)
 
 
-@cache
-def _e4m3_of_e5m3(device: torch.device) -> Tensor:
-    """The inverse of _e5m3_of_e4m3: (256,) uint8."""
-    codes = torch.arange(128, dtype=torch.uint8, device=device)
-    decoded = torch.zeros(256, dtype=torch.uint8, device=device)
-    decoded[_e5m3_of_e4m3(device)[:128].long()] = codes
-    return decoded
+def _e4m3_of_e5m3(codes: Tensor) -> Tensor:
+    """The inverse of _e5m3_of_e4m3; 2^-22, what code 0 would be in e5m3, rounds to 0 in e4m3."""
+    values = ((codes.int() << 20) + (105 << 23)).view(torch.float32)
+    return torch.where(codes == 0xFF, E4M3.nan, e4m3_encode(values))
 
 
 Layout = TiledLayout | FragmentCodes | FragmentScales

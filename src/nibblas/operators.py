@@ -296,25 +296,61 @@ _define(
 )
 
 
+def _linear_backward(grad, b, b_scale, b_global, b_spec, dtype):
+    """d/dx of x @ w.T: grad @ w, with w decoded to fp32."""
+    weights = _operand(b, b_scale, b_global, b_spec)
+    return (grad.float() @ dequantize(weights)).to(dtype)  # type: ignore[arg-type]
+
+
+def _fake_linear_backward(grad, b, b_scale, b_global, b_spec, dtype):
+    weights = _operand(b, b_scale, b_global, b_spec)
+    return grad.new_empty((*grad.shape[:-1], weights.shape[-1]), dtype=dtype)
+
+
+_define(
+    "linear_backward",
+    f"Tensor grad, {OPERAND.format('b')}, ScalarType dtype",
+    "Tensor",
+    _linear_backward,
+    _fake_linear_backward,
+)
+
+
 def _keep_weights(ctx, inputs, output):
     (a, _, _, a_spec, b, b_scale, b_global, ctx.b_spec, bias, *_) = inputs
     ctx.a_dtype, ctx.bias_dtype = None if a_spec else a.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(b, b_scale, b_global)
 
 
-def _linear_backward(ctx, grad):
-    """d/dx of x @ w.T is grad @ w, with w decoded to fp32; d/dbias sums over rows."""
+def _linear_gradients(ctx, grad):
+    """d/dbias of x @ w.T + bias sums over rows."""
     grad_a = grad_bias = None
     if ctx.a_dtype is not None and ctx.needs_input_grad[0]:
-        b, b_scale, b_global = ctx.saved_tensors
-        weights = _operand(b, b_scale, b_global, ctx.b_spec)
-        grad_a = (grad.float() @ dequantize(weights)).to(ctx.a_dtype)  # type: ignore[arg-type]
+        grad_a = torch.ops.nibblas.linear_backward(grad, *ctx.saved_tensors, ctx.b_spec, ctx.a_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[8]:
         grad_bias = grad.float().sum(dim=tuple(range(grad.ndim - 1))).to(ctx.bias_dtype)
     return grad_a, *[None] * 7, grad_bias, *[None] * 3
 
 
-torch.library.register_autograd("nibblas::linear", _linear_backward, setup_context=_keep_weights, lib=_LIBRARY)
+torch.library.register_autograd("nibblas::linear", _linear_gradients, setup_context=_keep_weights, lib=_LIBRARY)
+
+
+def _keep_gradient(ctx, inputs, output):
+    (grad, b, b_scale, b_global, ctx.b_spec, _) = inputs
+    ctx.dtype = grad.dtype
+    ctx.save_for_backward(b, b_scale, b_global)
+
+
+def _linear_backward_gradient(ctx, grad):
+    """d/dgrad of grad @ w: the product with w.T again."""
+    weights = (*ctx.saved_tensors, ctx.b_spec)
+    again = torch.ops.nibblas.linear(grad, None, None, "", *weights, None, None, False, ctx.dtype)
+    return again, *[None] * 5
+
+
+torch.library.register_autograd(
+    "nibblas::linear_backward", _linear_backward_gradient, setup_context=_keep_gradient, lib=_LIBRARY
+)
 
 
 def _refuse_gradient(op: str):
@@ -324,5 +360,5 @@ def _refuse_gradient(op: str):
     torch.library.register_autograd(f"nibblas::{op}", backward, lib=_LIBRARY)
 
 
-for _op in ("grouped_linear", "gated_linear", "quantize"):
+for _op in ("grouped_linear", "gated_linear"):
     _refuse_gradient(_op)
