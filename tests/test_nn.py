@@ -10,6 +10,10 @@ import torch
 from checks import assert_close
 from safetensors.torch import load, save
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nibblas as nb
 import nibblas.nn as fp4
@@ -83,14 +87,50 @@ def test_the_short_way_is_the_operator(monkeypatch):
     with torch.no_grad():
         assert torch.equal(layer(x), by_operator)
         assert len(calls) == 1
-        layer._buffers["weight"] = layer.weight * 0
-        assert torch.equal(layer(x), layer.bias.expand(5, 24))
+        for part in ("weight", "weight_scale", "weight_global_scale"):
+            before = getattr(layer, part)
+            setattr(layer, part, before * 0)
+            assert torch.equal(layer(x), layer.bias.expand(5, 24))
+            setattr(layer, part, before)
+        assert len(calls) == 1
         other = FP4Linear.from_linear(linear(seed=9), rotation=16)
         other.bias = layer.bias
         layer.swap(other.weight_scaled)
         assert torch.equal(layer(x), other(x))
         assert len(calls) == 3
     dispatch.forget()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning", NO_COMPILER)
+def test_what_looks_on_sees_the_operator(storage):
+    layer, x, other = FP4Linear.from_linear(linear(), rotation=16), draw(5, 64), draw(5, 64, seed=7)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        y = layer(other)
+        graphs = [make_fx(layer)(x), torch.jit.trace(layer, x, check_trace=False), torch.export.export(layer, (x,))]
+        graphs[2] = graphs[2].module()
+        for graph in graphs:
+            assert torch.equal(graph(other), y)
+        batched = torch.func.vmap(layer)(torch.stack((x, other)))
+        assert torch.allclose(batched[1], y, rtol=1e-5, atol=1e-6)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert layer(mode.from_tensor(x)).shape == (5, 24)
+        if layer.decoded is None:
+            for look in (Seen(), Called()):
+                seen = []
+                with look:
+                    layer(x)
+                assert any("nibblas" in name and "linear" in name for name in seen)
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)

@@ -50,6 +50,17 @@ def _warn_decoded(arch: str) -> None:
     )
 
 
+def _observed() -> bool:
+    """Whether a compiler, a mode, a functorch transform or a tracer looks on, which sees operators and nothing else."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def _check_options(op: str, format: Format, scale_rule: str | None, rotation: int, activations: str = "none") -> None:
     if scale_rule is not None and scale_rule not in format.scale_rules:
         raise ValueError(f"{op}: scale_rule {scale_rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
@@ -395,10 +406,17 @@ class FP4Linear(_PackedModule):
         return self._packed(rows, dtype) if self.decoded is None else self._dense(rows, self.decoded, dtype)
 
     def _packed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        w, bias = self._unrotated, self.bias
+        w, bias, held = self._unrotated, self.bias, self._buffers
         differentiate = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
-        traced = torch.compiler.is_compiling() or type(rows) is not Tensor
-        if differentiate or traced or w is None or w.data is not self.weight:
+        if (
+            differentiate
+            or type(rows) is not Tensor
+            or _observed()
+            or w is None
+            or w.data is not held["weight"]
+            or w.scale is not held["weight_scale"]
+            or w.global_scale is not held["weight_global_scale"]
+        ):
             weight = (self.weight, self.weight_scale, self.weight_global_scale, self._spec)
             return torch.ops.nibblas.linear(rows, None, None, "", *weight, bias, None, False, dtype)
         # The same without the operator around it, which costs more than a small product.
