@@ -312,6 +312,39 @@ def test_other_options_or_sources_are_refused_unless_overwritten(folder, tmp_pat
     assert contents(out) == contents(tmp_path / "mx")
 
 
+def test_a_change_of_one_byte_is_noticed(tmp_path):
+    src, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    # 8 MB, of which samples would see 256 KB.
+    big = torch.ones(2048, 2048, dtype=torch.bfloat16)
+    save_file({"big.weight": big, "small.weight": torch.ones(1, 16, dtype=torch.bfloat16)}, src)
+    quantize_checkpoint(src, out, "mxfp4", include=["big*"])
+    before = out.read_bytes()
+    status, header = src.stat(), storage.read_header(src)
+    position = header.data_start + header.entries["small.weight"].start
+    with open(src, "r+b") as file:
+        file.seek(position)
+        file.write(b"\x12\x34")
+    os.utime(src, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(StorageError, match="overwrite"):
+        quantize_checkpoint(src, out, "mxfp4", include=["big*"])
+    assert out.read_bytes() == before
+    quantize_checkpoint(src, out, "mxfp4", include=["big*"], overwrite=True)
+    assert_equal_bytes(storage.load(out)["small.weight"], load_file(src)["small.weight"])
+
+
+def test_overwrite_keeps_nothing(folder, tmp_path):
+    out = tmp_path / "out"
+    quantize_checkpoint(folder, out, "nvfp4")
+    want = contents(out)
+    for file in ("model-1-of-2.safetensors", "model-2-of-2.safetensors"):
+        damaged = want[file][:-500] + bytes(500)
+        (out / file).write_bytes(damaged)
+        (out / f"{file}.partial").write_bytes(damaged)
+    summary = quantize_checkpoint(folder, out, "nvfp4", overwrite=True)
+    assert summary.reused == ()
+    assert contents(out) == want
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_partial_of_other_options(folder, tmp_path, overwrite):
     def stop(*call):
@@ -353,6 +386,17 @@ def test_refusals(folder, tmp_path):
     with pytest.raises(FileNotFoundError):
         quantize_checkpoint(tmp_path / "none", tmp_path / "out", "nvfp4")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_the_default_dtype_changes_nothing(folder, tmp_path, format):
+    quantize_checkpoint(folder, tmp_path / "want", format)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        quantize_checkpoint(folder, tmp_path / "out", format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert contents(tmp_path / "out") == contents(tmp_path / "want")
 
 
 def edit_index(folder, change):

@@ -2,8 +2,9 @@
 
 All sizes are known beforehand, so an output file's header is written first and its tensors follow in the header's
 order, some rows at a time, into `<name>.partial`, which takes its name when it is whole. A file's header holds a digest
-of the source and of the options: where it is equal, what a killed run wrote is kept up to its last whole tensor. (After
-a power failure rather than a killed process, delete the .partial: its last bytes may not have reached the disk.)
+of the source and of the options: where it is equal, what a killed run wrote is kept up to its last whole tensor, and a
+finished file is kept unread. With `overwrite` nothing is kept. (Use it after a power failure rather than a killed
+process: the last bytes of a .partial may not have reached the disk.)
 """
 
 import hashlib
@@ -138,7 +139,7 @@ class Options:
             torch.empty(*rest, K // 2, dtype=torch.uint8, device="meta"),
             torch.empty(*rest, K // self.format.block_size, dtype=torch.uint8, device="meta"),
             self.format,
-            torch.empty((), device="meta") if self.format.has_global_scale else None,
+            torch.empty((), dtype=torch.float32, device="meta") if self.format.has_global_scale else None,
             scale_rule=self.scale_rule,
             rotation=self.rotation,
         )
@@ -240,12 +241,12 @@ class _Shard:
                 return self.partial
         return None
 
-    def write(self, progress: Report) -> None:
-        """Make the target, from where the .partial ends."""
+    def write(self, progress: Report, anew: bool) -> None:
+        """Make the target, from where the .partial ends or `anew`."""
         with open(self.partial, "r+b" if self.partial.exists() else "w+b") as file:
             _lock(file, self.partial)
             position = 0
-            if file.read(len(self.raw)) == self.raw:
+            if not anew and file.read(len(self.raw)) == self.raw:
                 size = file.seek(0, os.SEEK_END) - len(self.raw)
                 position = max((unit.end for unit in self.units if unit.end <= size), default=0)
             else:
@@ -269,7 +270,7 @@ class _Shard:
             yield start, min(start + step, entry.rows)
 
     def _write_global_scale(self, name: str, file: BinaryIO, progress: Report) -> None:
-        largest = torch.zeros(())
+        largest = torch.zeros((), dtype=torch.float32)
         for rows in self._chunks(name):
             x = self.source.read(name, *rows)
             largest = torch.maximum(largest, amax(x, self.options.rotation))
@@ -334,7 +335,8 @@ def quantize_checkpoint(
     format, scale_rule, rotation : as for `quantize`.
     include : patterns (fnmatch) of names. None is "*.weight", for 2-D tensors, and for 3-D ones named "*expert*".
     exclude : patterns of names that are left as they are even if included; None is DEFAULT_EXCLUDE.
-    overwrite : replace what another source or other options left at dst; without it that is an error.
+    overwrite : write all of dst anew; without it what an earlier run left there is kept, and what another source (its
+        size and time of change count) or other options left is an error.
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
 
     The blocks lie along the last dimension, which must be the one that the product sums over: (..., N, K). Some models
@@ -349,7 +351,8 @@ def quantize_checkpoint(
     src, dst = Path(src), Path(dst)
     format = as_format(format)
     # Checks the options, and names the default rule.
-    rule = quantize(torch.zeros(1, 128), format, scale_rule=scale_rule, rotation=rotation).scale_rule or ""
+    probe = torch.zeros(1, 128, dtype=torch.float32)
+    rule = quantize(probe, format, scale_rule=scale_rule, rotation=rotation).scale_rule or ""
     options = Options(
         format,
         rule,
@@ -365,7 +368,7 @@ def quantize_checkpoint(
     _check_target(dst, shards, index, overwrite)
 
     (dst if src.is_dir() else dst.parent).mkdir(parents=True, exist_ok=True)
-    reused = [shard for shard in shards if shard.is_finished()]
+    reused = [] if overwrite else [shard for shard in shards if shard.is_finished()]
     total = sum(unit.work for shard in shards for unit in shard.units)
     done = sum(unit.work for shard in reused for unit in shard.units)
 
@@ -377,7 +380,7 @@ def quantize_checkpoint(
 
     for shard in shards:
         if shard not in reused:
-            shard.write(report)
+            shard.write(report, overwrite)
     left_out = _write_folder(src, dst, shards, index) if src.is_dir() else []
     return Summary(
         format.name,
@@ -471,9 +474,13 @@ def _check_target(dst: Path, shards: list[_Shard], index: Path | None, overwrite
 
 
 def _digest(source: Header, options: Options) -> str:
-    """A name for the output: a hash of the options, the source's header and samples all over its tensors."""
-    digest = hashlib.sha256(json.dumps(options.as_dict()).encode())
-    size = source.path.stat().st_size
+    """A name for the output: a hash of the options, the source's size, time of change, header, and samples all over it.
+
+    The samples are for files whose times tell nothing, as where an archive or a build gave all the same.
+    """
+    status = source.path.stat()
+    size = status.st_size
+    digest = hashlib.sha256(json.dumps([options.as_dict(), size, status.st_mtime_ns]).encode())
     with open(source.path, "rb") as file:
         digest.update(file.read(source.data_start))
         for i in range(64):
