@@ -218,9 +218,10 @@ def test_refuses_what_does_not_fit():
 
 
 def test_one_warning_where_weights_stay_decoded(monkeypatch):
-    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TORCH))
+    missing = replace(TILED, archs=("cpu",), also=lambda problem: "lacks a compiler")
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TORCH, missing))
     fp4._warn_decoded.cache_clear()
-    with pytest.warns(UserWarning, match="install a C compiler.*nibblas doctor"):
+    with pytest.warns(UserWarning, match=r"runs on cpu \(tiled_linear lacks a compiler\).*nibblas doctor"):
         FP4Linear.from_linear(linear())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -228,6 +229,19 @@ def test_one_warning_where_weights_stay_decoded(monkeypatch):
     assert layer.decoded.dtype == torch.bfloat16
     exact = layer.decoded.double() * layer.weight_global_scale.double()
     assert torch.equal(exact, reference.to_float64(layer.weight_scaled))
+
+
+def test_a_kernel_that_takes_packed_weights_is_stored_for_though_another_looks_faster(monkeypatch):
+    slow = replace(TILED, cost=lambda problem, line: 1.0)
+    slower = replace(TILED, name="slower", cost=lambda problem, line: 2.0, b_layouts=((LINEAR, LINEAR),))
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, slower, TORCH, slow))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer = FP4Linear.from_linear(linear())
+        packed = experts()
+    assert layer.decoded is None
+    for w in (layer.weight_scaled, packed._scaled("w_up")):
+        assert (w.layout, w.data_layout) == (ROWS_16x1, ROWS_16x4)
 
 
 def test_weights_lie_as_the_kernel_likes_them(storage):

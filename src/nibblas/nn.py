@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nibblas import ops
-from nibblas.dispatch import best_storage
+from nibblas.dispatch import rank
 from nibblas.formats import NVFP4, Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels.composite import ACTIVATIONS
@@ -34,18 +34,46 @@ from nibblas.layouts import LINEAR, Layout
 from nibblas.operators import as_arguments, launch_linear
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
+from nibblas.roofline import threads_of
 from nibblas.tensor import ScaledTensor, stack
 
 PARTS = ("", "_scale", "_global_scale")  # what is added to a packed tensor's name: data, scale, global_scale
 ACTIVATION_MODES = ("none", "fp4")
 
 
+def _best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[Layout, Layout]]:
+    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that.
+
+    A kernel that decodes the weight is taken only where no other runs.
+    """
+    threads = threads_of(device)
+    favourites = {c.kernel.b_layouts[0] for c in rank(problem, device, threads) if c.kernel.b_layouts}
+    offers = []
+    for layouts in {(LINEAR, LINEAR), *favourites}:
+        names = (layouts[0].name, layouts[1].name)
+        ranked = rank(replace(problem, b_layouts=names), device, threads)
+        first = next((c for c in ranked if c.why_not is None and not c.kernel.decodes_weights), ranked[0])
+        liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
+        offers.append((first.kernel.decodes_weights, first.seconds, not liked, names, first.kernel, layouts))
+    *_, kernel, layouts = min(offers, key=lambda offer: offer[:4])
+    return kernel, layouts
+
+
+def _why_decoded(problem: Problem, device: torch.device) -> str:
+    """Why no kernel takes the weight packed: what the one made for this architecture says."""
+    for c in rank(problem, device, threads_of(device)):
+        kernel = c.kernel
+        if problem.arch in kernel.archs and kernel.b_layouts:
+            scale, data = kernel.b_layouts[0]
+            return f"{kernel} {kernel.why_not(replace(problem, b_layouts=(scale.name, data.name)))}"
+    return "none is made for it yet"
+
+
 @cache
-def _warn_decoded(arch: str) -> None:
-    cure = "install a C compiler (gcc or clang)" if arch == "cpu" else "none is made for it yet"
+def _warn_decoded(arch: str, why: str) -> None:
     warnings.warn(
-        f"nibblas: no FP4 kernel runs on {arch}, so FP4Linear keeps its weights decoded, as large as before, and uses "
-        f"torch's matmul: {cure}; `nibblas doctor` tells why",
+        f"nibblas: no FP4 kernel runs on {arch} ({why}), so FP4Linear keeps its weights decoded, as large as before, "
+        "and uses torch's matmul; `nibblas doctor` tells more",
         stacklevel=2,
     )
 
@@ -138,15 +166,15 @@ class _PackedModule(nn.Module):
             out=DTYPE_NAMES.get(self.dtype, "fp32"),
             arch=arch_of(w.device),
         )
-        kernel, layouts = best_storage(problem, w.device)
+        kernel, layouts = _best_storage(problem, w.device)
         if w.ndim == 3 and kernel.b_layouts is None:  # made of linear products
-            kernel, layouts = best_storage(replace(problem, op="linear", G=1), w.device)
+            kernel, layouts = _best_storage(replace(problem, op="linear", G=1), w.device)
         w = w.with_layout(*layouts)
         self._keep(name, w.data, w.scale, w.global_scale, layouts)
-        self._stored(kernel)
+        self._stored(kernel, problem)
 
-    def _stored(self, kernel: Kernel) -> None:
-        """Called after weights were stored for this kernel."""
+    def _stored(self, kernel: Kernel, problem: Problem) -> None:
+        """Called after weights were stored for this kernel, the best for this problem."""
 
     def _expected_activations(self) -> str:
         return DTYPE_NAMES.get(self.dtype, "fp32")
@@ -260,8 +288,8 @@ class FP4Linear(_PackedModule):
     dtype : of the bias, and of the x to expect, by which the kernel is chosen; other dtypes of x work as well.
 
     weight, weight_scale and weight_global_scale lie in the layouts that the chosen kernel likes; `weight_scaled` says
-    which. Where that kernel would decode the weight at every call, `decoded` keeps it decoded: exact code * scale,
-    in bf16 for a bf16 layer, whose products are then rounded to bf16 once more than docs/formats.md asks; else in fp32.
+    which. Where no kernel takes them, torch multiplies, and `decoded` keeps the weight decoded, exact code * scale: in
+    bf16 for a bf16 layer, whose products are then rounded to bf16 once more than docs/formats.md asks; else in fp32.
 
     >>> layer = FP4Linear.from_linear(nn.Linear(64, 32), NVFP4, scale_rule="search")
     >>> layer
@@ -366,12 +394,12 @@ class FP4Linear(_PackedModule):
         self._layouts, self._spec, self._unrotated = dict(other._layouts), other._spec, other._unrotated
         self.scale_rule, self.rotation = other.scale_rule, other.rotation
 
-    def _stored(self, kernel: Kernel) -> None:
+    def _stored(self, kernel: Kernel, problem: Problem) -> None:
         w = replace(self.weight_scaled, rotation=0)
         self._spec, self._unrotated = as_arguments(w)[3], w
         self.decoded = None
         if kernel.decodes_weights and self._activations == "none":
-            _warn_decoded(arch_of(w.device))
+            _warn_decoded(problem.arch, _why_decoded(problem, w.device))
             # A rotated x is fp32.
             keep_bf16 = self.dtype == torch.bfloat16 and not self.rotation
             self.decoded = decode(w).to(torch.bfloat16 if keep_bf16 else torch.float32)
