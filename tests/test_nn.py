@@ -209,12 +209,59 @@ def test_refuses_what_does_not_fit():
     layer = FP4Linear.from_linear(linear())
     with pytest.raises(ValueError, match=r"FP4Linear: x has shape \(2, 32\), need \(\.\.\., 64\)"):
         layer(draw(2, 32))
-    with pytest.raises(TypeError, match=r"FP4Linear: x has dtype torch.uint8, need one of torch.float32"):
+    with pytest.raises(TypeError, match=r"FP4Linear: x is torch.uint8, need one of torch.float32"):
         layer(torch.ones(2, 64, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"FP4Linear: x is on meta, the weight on cpu"):
         layer(torch.ones(2, 64, device="meta"))
+    with pytest.raises(ValueError, match=r"FP4Linear: x has shape \(\), need \(\.\.\., 64\)"):
+        layer(torch.tensor(1.0))
+    for x in ([1.0] * 64, nb.quantize(draw(2, 64), nb.NVFP4), None):
+        with pytest.raises(TypeError, match=rf"FP4Linear: x is a {type(x).__name__}, need a Tensor"):
+            layer(x)
     with pytest.raises(ValueError, match=r"FP4Linear: activations is 'int8'"):
         layer.activations = "int8"
+    with pytest.raises(TypeError, match=r"FP4Linear: from_linear was given a Tensor, need an nn.Linear"):
+        FP4Linear.from_linear(draw(24, 64))
+    with pytest.raises(TypeError, match=r"FP4Linear: dtype is torch.float64, need one of torch.float32"):
+        FP4Linear(64, 8, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"convert: model is a list, need an nn.Module"):
+        convert([linear()])
+
+
+def test_what_no_kernel_takes_as_a_bias_is_refused(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
+    layer, x = FP4Linear.from_linear(linear()), draw(2, 64)
+    y = layer(x)
+    for bias, error, message in (
+        (layer.bias.double(), TypeError, "FP4Linear: bias is torch.float64, need one of torch.float32"),
+        (layer.bias[:1], ValueError, r"FP4Linear: bias has shape \(1,\), need \(24,\)"),
+    ):
+        layer.bias = nn.Parameter(bias)
+        for context in (torch.no_grad(), torch.enable_grad()):
+            with context, pytest.raises(error, match=message):
+                layer(x)
+    layer = FP4Linear.from_linear(linear()).double()
+    with pytest.raises(TypeError, match=r"FP4Linear: x is torch.float64, need one of"):
+        layer(x.double())
+    assert torch.equal(layer.float()(x), y)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotation": 32}, {"activations": "fp4"}], ids=str)
+def test_autocast_is_followed(storage, options):
+    """x is cast as nn.Linear's is, and the product is no less exact for it."""
+    dense = linear()
+    layer, x = FP4Linear.from_linear(dense, **options), draw(5, 64).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == dense(x).dtype == torch.bfloat16
+    assert torch.equal(y, layer(x.bfloat16()))
+    if not options:
+        y.sum().backward()
+        assert x.grad.dtype == torch.float32
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(x), y)
 
 
 def test_one_warning_where_weights_stay_decoded(monkeypatch):
@@ -319,7 +366,11 @@ def test_a_state_dict_that_does_not_fit_is_refused():
     assert "fc.weight: is torch.float32 (24, 64)" in refusal({"fc.weight": torch.zeros(24, 64)})
     assert "fc.weight: fc.weight_scale must come with it" in refusal({"fc.weight_scale": None}, strict=False)
     assert "need torch.float32 ()" in refusal({"fc.weight_global_scale": torch.ones(3)})
+    assert "fc.weight_global_scale: holds NaN or Inf" in refusal({"fc.weight_global_scale": torch.tensor(torch.nan)})
     assert "extra state is not understood" in refusal({"fc._extra_state": torch.zeros(3, dtype=torch.uint8)})
+    for rotation, message in ((128, "K = 64 is not a multiple of rotation 128"), (None, "rotation is None")):
+        facts = json.dumps({"format": "nvfp4", "scale_rule": "absmax", "rotation": rotation})
+        assert message in refusal({"fc._extra_state": torch.tensor(list(facts.encode()), dtype=torch.uint8)})
     with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale"):
         FP4Linear(64, 24).load_state_dict({})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*other"):
@@ -369,7 +420,18 @@ def test_experts_state_dict_and_compile(storage):
         assert torch.allclose(compiled(x, *routing()), layer(x, *routing()), rtol=1e-4, atol=1e-5)
 
 
+def test_experts_under_autocast(storage):
+    layer, x = experts(), draw(7, 64)
+    y = layer(x, *routing())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x, *routing()), y)
+
+
 def test_experts_refuse_what_does_not_fit():
+    with pytest.raises(TypeError, match=r"FP4Experts: w_up is a list, need a Tensor"):
+        FP4Experts.from_dense(draw(2, 32, 64), [], draw(2, 64, 32))
+    with pytest.raises(TypeError, match=r"FP4Experts: x is a list, need a Tensor"):
+        experts()([], *routing())
     with pytest.raises(ValueError, match=r"need \(E, I, H\), \(E, I, H\), \(E, H, I\)"):
         FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 32, 64))
     with pytest.raises(ValueError, match=r"bias_down are given, need all or none"):

@@ -89,10 +89,20 @@ def _observed() -> bool:
     )
 
 
+def _check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"{op}: {name} is {dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
+
+
+def _check_tensor(op: str, name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
+
+
 def _check_options(op: str, format: Format, scale_rule: str | None, rotation: int, activations: str = "none") -> None:
     if scale_rule is not None and scale_rule not in format.scale_rules:
         raise ValueError(f"{op}: scale_rule {scale_rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
-    if rotation and rotation not in ROTATIONS:
+    if rotation not in (0, *ROTATIONS):
         raise ValueError(f"{op}: rotation is {rotation!r}, need 0 or one of {', '.join(map(str, ROTATIONS))}")
     if activations not in ACTIVATION_MODES:
         raise ValueError(f"{op}: activations is {activations!r}, need one of {', '.join(ACTIVATION_MODES)}")
@@ -111,14 +121,14 @@ class _PackedModule(nn.Module):
         self.scale_rule = scale_rule
         self.rotation = rotation
         self.dtype = dtype or torch.get_default_dtype()
+        _check_dtype(type(self).__name__, "dtype", self.dtype)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[str, tuple[Layout, Layout]] = {}
 
     def _declare(self, name: str, shape: tuple[int, ...], device: torch.device | str | None) -> None:
         """Make room for a packed tensor of logical shape (..., N, K): zeros, to be loaded or replaced."""
         self.format.check_K(type(self).__name__, shape[-1])
-        if self.rotation and shape[-1] % self.rotation:
-            raise ValueError(f"{type(self).__name__}: K = {shape[-1]} is not a multiple of rotation {self.rotation}")
+        self._check_rotation(shape[-1], self.rotation)
         self._shapes[name] = shape
         for part in PARTS:
             self.register_buffer(name + part, None)
@@ -130,6 +140,10 @@ class _PackedModule(nn.Module):
         self._keep(name, data, scale, global_scale, (LINEAR, LINEAR))
         if not data.is_meta:
             self._store(name, self._scaled(name))
+
+    def _check_rotation(self, K: int, rotation: int) -> None:
+        if rotation and K % rotation:
+            raise ValueError(f"{type(self).__name__}: K = {K} is not a multiple of rotation {rotation}")
 
     def _scaled(self, name: str) -> ScaledTensor:
         """The packed tensor of that name as it is stored."""
@@ -218,6 +232,8 @@ class _PackedModule(nn.Module):
         if format != self.format.name:
             raise ValueError(f"{name}: the state is of a module in {format}, this one is in {self.format}")
         _check_options(name, self.format, facts["scale_rule"], facts["rotation"])
+        for *_, K in self._shapes.values():
+            self._check_rotation(K, facts["rotation"])
         return facts
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -268,6 +284,8 @@ class _PackedModule(nn.Module):
                         f"{prefix}{key}: is {entry.dtype} {tuple(entry.shape)}, need {dtype} {shape} "
                         f"for {self.format} weights of shape {(*batch, N, K)}"
                     )
+                elif dtype == torch.float32 and not (entry.is_meta or entry.isfinite().all()):
+                    found.append(f"{prefix}{key}: holds NaN or Inf, need finite factors")
         return found
 
 
@@ -341,6 +359,8 @@ class FP4Linear(_PackedModule):
         activations: str = "none",
     ) -> Self:
         """The layer with its weight quantized and the very bias of `linear`; errors as in `nibblas.quantize`."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"FP4Linear: from_linear was given a {type(linear).__name__}, need an nn.Linear")
         w = ops.quantize(linear.weight.detach(), format, scale_rule=scale_rule, rotation=rotation)
         return cls._of(w, linear, activations)
 
@@ -419,9 +439,16 @@ class FP4Linear(_PackedModule):
         return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) bf16, fp16 or fp32 -> (..., N) of x's dtype."""
-        if x.shape[-1] != self.in_features or x.dtype not in DTYPE_NAMES or x.device != self.weight.device:
-            raise self._refusal(x)
+        """x (..., K) bf16, fp16 or fp32 -> (..., N) of x's dtype, or of autocast's."""
+        _check_tensor("FP4Linear", "x", x)
+        _check_dtype("FP4Linear", "x", x.dtype)
+        if x.device != self.weight.device:
+            raise ValueError(f"FP4Linear: x is on {x.device}, the weight on {self.weight.device}")
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"FP4Linear: x has shape {tuple(x.shape)}, need (..., {self.in_features})")
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x.to(torch.get_autocast_dtype(x.device.type)))
         y = self._multiply(x.reshape(-1, self.in_features), x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -435,6 +462,10 @@ class FP4Linear(_PackedModule):
 
     def _packed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         w, bias, held = self._unrotated, self.bias, self._buffers
+        if bias is not None:
+            _check_dtype("FP4Linear", "bias", bias.dtype)
+            if bias.shape != (self.out_features,):
+                raise ValueError(f"FP4Linear: bias has shape {tuple(bias.shape)}, need ({self.out_features},)")
         differentiate = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
         if (
             differentiate
@@ -460,13 +491,6 @@ class FP4Linear(_PackedModule):
         if self.bias is not None:
             y = y + self.bias.float()
         return y.to(dtype)
-
-    def _refusal(self, x: Tensor) -> Exception:
-        if x.dtype not in DTYPE_NAMES:
-            return TypeError(f"FP4Linear: x has dtype {x.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
-        if x.device != self.weight.device:
-            return ValueError(f"FP4Linear: x is on {x.device}, the weight on {self.weight.device}")
-        return ValueError(f"FP4Linear: x has shape {tuple(x.shape)}, need (..., {self.in_features})")
 
     def extra_repr(self) -> str:
         parts = [
@@ -540,6 +564,8 @@ class FP4Experts(_PackedModule):
         activation: str = "silu",
     ) -> Self:
         """The experts of dense w_gate, w_up (E, I, H), w_down (E, H, I) and biases (E, I), (E, I), (E, H) or none."""
+        for name, dense in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+            _check_tensor("FP4Experts", name, dense)
         if w_gate.ndim != 3 or w_up.shape != w_gate.shape or w_down.shape != w_gate.mT.shape:
             raise ValueError(
                 f"FP4Experts: w_gate is {tuple(w_gate.shape)}, w_up {tuple(w_up.shape)}, w_down {tuple(w_down.shape)}; "
@@ -574,19 +600,24 @@ class FP4Experts(_PackedModule):
         return experts
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """x (T, H); expert_ids (T, top_k), -1 for none; expert_weights (T, top_k) -> (T, H) of x's dtype."""
-        return ops.moe(
-            x,
-            expert_ids,
-            expert_weights,
-            self._scaled("w_gate"),
-            self._scaled("w_up"),
-            self._scaled("w_down"),
-            self.bias_gate,
-            self.bias_up,
-            self.bias_down,
-            activation=self.activation,
-        )
+        """x (T, H); expert_ids (T, top_k), -1 for none; expert_weights (T, top_k) -> (T, H) of x's dtype.
+
+        Under autocast too: of transformers' experts, the sum over a token's experts also has x's dtype.
+        """
+        _check_tensor("FP4Experts", "x", x)
+        with torch.autocast(x.device.type, enabled=False):
+            return ops.moe(
+                x,
+                expert_ids,
+                expert_weights,
+                self._scaled("w_gate"),
+                self._scaled("w_up"),
+                self._scaled("w_down"),
+                self.bias_gate,
+                self.bias_up,
+                self.bias_down,
+                activation=self.activation,
+            )
 
     def extra_repr(self) -> str:
         parts = [f"num_experts={self.num_experts}, intermediate={self.intermediate}, hidden={self.hidden}"]
@@ -684,6 +715,8 @@ def convert(
     >>> [(layer.name, layer.converted, layer.reason) for layer in conversion_report(model)]
     [('0', True, ''), ('2', False, "excluded by '2'")]
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model is a {type(model).__name__}, need an nn.Module")
     format = as_format(format)
     _check_options("convert", format, scale_rule, rotation, activations)
     include = ("*",) if include is None else (include,) if isinstance(include, str) else tuple(include)
