@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checks import assert_close
-from safetensors.torch import load, save
+from safetensors.torch import load, load_model, save, save_model
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -585,6 +585,37 @@ def test_tied_weights_stay_tied(storage):
     for name in "abc":
         assert torch.equal(moved[name](x), model[name](x))
     assert not torch.equal(model["a"](x), model["b"](x))  # the biases are their own
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tied_weights_are_the_same_tensors_in_a_state_dict(storage, format, tmp_path):
+    def tied_model(seed, **options):
+        model = nn.ModuleDict({"a": linear(N=20, seed=seed), "b": linear(N=20, seed=seed + 1)})
+        model["b"].weight = model["a"].weight
+        return convert(model, format, exclude=(), **options)
+
+    model, loaded, x = tied_model(0, rotation=32), tied_model(5), draw(3, 64)
+    state, again = model.state_dict(), model.state_dict()
+    packed = [key for key in state if key.startswith("a.weight")]
+    assert len(packed) == (3 if format == "nvfp4" else 2)
+    for key in packed:
+        assert state[key].data_ptr() == state[key.replace("a.", "b.")].data_ptr()
+        assert torch.equal(state[key], again[key])
+
+    save_model(model, tmp_path / "tied.safetensors")
+    names = set(load((tmp_path / "tied.safetensors").read_bytes()))
+    assert not any(key in names and key.replace("a.", "b.") in names for key in packed)
+    assert load_model(loaded, tmp_path / "tied.safetensors") == (set(), [])
+    assert loaded["a"].weight.data_ptr() == loaded["b"].weight.data_ptr()
+    for name in "ab":
+        assert loaded[name].rotation == 32
+        assert torch.equal(loaded[name](x), model[name](x))
+
+    loaded["a"].load_state_dict(tied_model(9)["a"].state_dict())  # what is saved next is what is there then
+    after = loaded.state_dict()
+    assert not torch.equal(after["b.weight"], state["b.weight"])
+    assert after["a.weight"].data_ptr() == after["b.weight"].data_ptr()
+    assert torch.equal(after["b.weight"], loaded["b"].weight_scaled.linear_data)
 
 
 def test_what_shares_a_weight_with_something_else_is_left():

@@ -2,7 +2,9 @@
 
 Weights are stored once, in the layouts that the kernel chosen for the layer likes best; they are brought there when
 they are made, loaded or moved. A state_dict always holds them in LINEAR layouts, so it fits every machine. Its entries
-are tensors only, as safetensors wants them. For a packed tensor called `weight` they are
+are tensors only, as safetensors wants them, and layers that share a weight have the same tensors there, as with any
+nn.Module: safetensors.torch.save_model and load_model take those, save_file does not. For a packed tensor called
+`weight` the entries are
 
     weight               (..., N, K/2) uint8, packed codes
     weight_scale         (..., N, K/block_size) uint8, scale codes
@@ -19,6 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Self
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +242,16 @@ class _PackedModule(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._shapes:
-            w = self._scaled(name)
-            destination[prefix + name] = w.linear_data
-            destination[prefix + name + PARTS[1]] = w.linear_scale
+            destination[prefix + name], destination[prefix + name + PARTS[1]] = self._linear_parts(name, destination)
+
+    def _linear_parts(self, name: str, destination: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Codes and scales in LINEAR layouts, neither a part of a larger storage, which files would hold as well."""
+        w = self._scaled(name)
+        data, scale = (
+            part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+            for part in (w.linear_data, w.linear_scale)
+        )
+        return data, scale
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         refusals = self._refusals(state_dict, prefix)
@@ -287,6 +297,10 @@ class _PackedModule(nn.Module):
                 elif dtype == torch.float32 and not (entry.is_meta or entry.isfinite().all()):
                     found.append(f"{prefix}{key}: holds NaN or Inf, need finite factors")
         return found
+
+
+# The codes and scales that a layer last gave to a state_dict, for the layers that share its weight to give as well.
+_SAVED: WeakKeyDictionary["FP4Linear", tuple[ref, ref]] = WeakKeyDictionary()
 
 
 class FP4Linear(_PackedModule):
@@ -433,6 +447,15 @@ class FP4Linear(_PackedModule):
         """
         self._buffers.update(weight=w.data, weight_scale=w.scale, weight_global_scale=w.global_scale)
         self._unrotated = replace(w, rotation=0) if w.rotation else w
+
+    def _linear_parts(self, name, destination):
+        for layer in self._tied:
+            shared = [part() for part in _SAVED.get(layer, ())]
+            if shared and all(any(part is entry for entry in destination.values()) for part in shared):
+                return shared
+        data, scale = super()._linear_parts(name, destination)
+        _SAVED[self] = ref(data), ref(scale)
+        return data, scale
 
     def _apply(self, fn, recurse=True):
         self.decoded = None  # made anew rather than moved
