@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from nibblas import evidence
 from nibblas.evidence import NEAR, Measurement, Store, append, distance, numerics_level, read, timing_level
 from nibblas.problem import Problem
 
@@ -65,8 +66,37 @@ def test_json_holds_only_what_differs_from_the_defaults():
         MEASURED.to_json().replace('"kernel"', '"colonel"'),
         MEASURED.to_json().replace('"op"', '"opera"'),
         MEASURED.to_json()[:-20],
+        MEASURED.to_json().replace("0.0003", "0"),
+        MEASURED.to_json().replace("0.0003", "NaN"),
+        MEASURED.to_json().replace("0.0003", '"fast"'),
+        MEASURED.to_json().replace('"K":4096', '"K":0'),
+        MEASURED.to_json().replace('"K":4096', '"K":"4096"'),
+        MEASURED.to_json().replace('"ROWS_16x1"', '["ROWS_16x1"]'),
+        MEASURED.to_json().replace('"threads":2', '"threads":null'),
+        MEASURED.to_json().replace('"2026-01-02T03:04:05+00:00"', "2026"),
+        MEASURED.to_json().replace('"floor":0.0001', '"floor":"low"'),
+        MEASURED.to_json().replace('{"host":"x"}', "[]"),
     ],
-    ids=["text", "number", "list", "empty", "schema", "field", "problem", "torn"],
+    ids=[
+        "text",
+        "number",
+        "list",
+        "empty",
+        "schema",
+        "field",
+        "problem",
+        "torn",
+        "zero",
+        "nan",
+        "sample",
+        "K",
+        "K-text",
+        "layouts",
+        "threads",
+        "when",
+        "floor",
+        "facts",
+    ],
 )
 def test_from_json_refuses(line):
     with pytest.raises(ValueError, match=r".+"):
@@ -87,6 +117,22 @@ def test_bad_lines_are_named_and_skipped(tmp_path, capsys):
     assert read(path) == [MEASURED, MEASURED]
     complaints = capsys.readouterr().err.splitlines()
     assert [line.split(" ")[1] for line in complaints] == [f"{path}:2", f"{path}:4"]
+
+
+def test_what_is_no_file_is_named_and_skipped(store, capsys):
+    (store.local / "folder.jsonl").mkdir(parents=True)
+    store.add([MEASURED])
+    assert store.all() == [MEASURED]
+    assert f"{store.local / 'folder.jsonl'} ignored: Is a directory" in capsys.readouterr().err
+
+
+def test_a_store_that_cannot_be_written_still_serves_this_process(tmp_path):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "shipped", tmp_path / "file" / "evidence")
+    assert store.all() == []
+    with pytest.warns(UserWarning, match="nothing is kept in .*: Not a directory"):
+        assert store.add([MEASURED]) is None
+    assert nearest(store) == (MEASURED, 0.0)
 
 
 def test_store_reads_shipped_then_local_and_what_was_added(store):
@@ -120,7 +166,7 @@ def test_processes_append_at_the_same_time(tmp_path):
         from nibblas.evidence import Measurement, append
         from nibblas.problem import Problem
         path, go, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-        m = Measurement(name, "", Problem("linear", 1, 1, 16), "", 1, "", "", samples=tuple(i / 7 for i in range(999)))
+        m = Measurement(name, "", Problem("linear", 1, 1, 16), "", 1, "", "", samples=(1 / 7,) * 999)
         line = m.to_json()
         Measurement.to_json = lambda self: line  # the loop shall do little but write
         Path(f"{go}.{name}").touch()
@@ -198,6 +244,18 @@ def test_nearest_stops_at_the_limit(store):
 def test_evidence_of_something_else_is_not_used(store, other):
     store.add([of(**other)])
     assert nearest(store) is None
+
+
+def test_nearest_compares_only_what_may_be_near(store, monkeypatch):
+    """A first call for a new size is quick however much evidence there is."""
+    others = [of(replace(PROBLEM, b="mxfp4", M=M)) for M in range(1, 100)] + [of(kernel="another")] * 100
+    store.add([*others, MEASURED])
+    compared, octaves = [], evidence._octaves
+    monkeypatch.setattr(evidence, "_octaves", lambda p, q: compared.append(q) or octaves(p, q))
+    assert nearest(store) == (MEASURED, 0.0)
+    assert compared == []
+    assert nearest(store, replace(PROBLEM, M=2)) == (MEASURED, 1.0)
+    assert compared == [(1, 4096, 4096, 1, 1)]
 
 
 # --- levels --------------------------------------------------------------------------------------------------------

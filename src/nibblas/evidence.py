@@ -9,20 +9,26 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from itertools import combinations
+from operator import attrgetter
 from pathlib import Path
+from typing import Literal
 
-from nibblas.paths import cache_dir
+from nibblas.paths import cache_dir, writing_cache
 from nibblas.problem import Problem
 
 SCHEMA = 1
-NUMERICS = ("none", "claimed", "checked", "checked-hardened")
-TIMING = ("none", "compiled", "reported", "measured", "reproduced")
+Numerics = Literal["none", "checked", "checked-hardened"]
+Timing = Literal["none", "compiled", "measured", "reproduced"]
 # How far a measured problem may lie from the one asked: the sum over M, N, K, L, G of |log2 of the ratio|.
 NEAR = 2.0
+SIZES = ("M", "N", "K", "L", "G")
+_sizes: Callable[[Problem], tuple[int, ...]] = attrgetter(*SIZES)
+_kind = attrgetter(*(field.name for field in fields(Problem) if field.name not in SIZES))
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,31 @@ class Measurement:
                 raise ValueError(f"schema is {values.get('schema')!r}, need {SCHEMA}")
             values["problem"] = Problem.from_dict(values["problem"])
             values["samples"] = tuple(values["samples"])
-            return cls(**values)
+            found = cls(**values)
+            found._check()
+            return found
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a Measurement: {error}") from None
 
+    def _check(self) -> None:
+        """Raise TypeError or ValueError unless all that is computed with, or looked up, is of its type and range."""
+        p = self.problem
+        hash(p)
+        texts = (self.kernel, self.digest, self.device, self.when, p.op, p.a, p.b, p.out, *self.facts.values())
+        wholes = (self.threads, *_sizes(p))
+        numbers = (*self.beside.values(), *(n for n in (self.floor, self.error) if n is not None))
+        rules = {
+            "kernel, digest, device, when, facts and names need strings": all(isinstance(text, str) for text in texts),
+            "threads and sizes need whole numbers": all(type(n) is int and n >= 0 for n in wholes) and p.K > 0,
+            "samples need positive numbers": all(isinstance(t, int | float) and 0 < t < math.inf for t in self.samples),
+            "floor, error and beside need numbers": all(isinstance(n, int | float) for n in numbers),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"not a Measurement: {rule}")
 
-def numerics_level(measurements: Iterable[Measurement]) -> str:
+
+def numerics_level(measurements: Iterable[Measurement]) -> Numerics:
     """The best that is known of a kernel's results."""
     errors = [m for m in measurements if m.error is not None and math.isfinite(m.error)]
     if not errors:
@@ -91,32 +116,34 @@ def numerics_level(measurements: Iterable[Measurement]) -> str:
     return "checked-hardened" if any(m.hardened for m in errors) else "checked"
 
 
-def timing_level(measurements: Iterable[Measurement]) -> str:
+def timing_level(measurements: Iterable[Measurement]) -> Timing:
     """The best that is known of a kernel's speed: reproduced takes two hosts whose medians agree within 10 %."""
     measurements = list(measurements)
     timed = [m for m in measurements if m.samples]
     if not timed:
         return "compiled" if measurements else "none"
-    for m, other in combinations(timed, 2):
-        same = all(getattr(m, of) == getattr(other, of) for of in ("kernel", "digest", "problem", "device", "threads"))
+    alike = defaultdict(list)
+    for m in timed:
+        alike[m.kernel, m.digest, m.problem, m.device, m.threads].append(m)
+    for m, other in (pair for group in alike.values() for pair in combinations(group, 2)):
         hosts = {m.facts.get("host"), other.facts.get("host")} - {None}
-        if same and len(hosts) == 2 and abs(m.median / other.median - 1) < 0.1:
+        if len(hosts) == 2 and abs(m.median / other.median - 1) < 0.1:
             return "reproduced"
     return "measured"
 
 
 def distance(p: Problem, q: Problem) -> float:
     """How unlike two problems are in size; infinite where anything but a size differs."""
-    sizes = ("M", "N", "K", "L", "G")
-    if any(getattr(p, name) != getattr(q, name) for name in p.__dataclass_fields__ if name not in sizes):
-        return math.inf
+    return _octaves(_sizes(p), _sizes(q)) if _kind(p) == _kind(q) else math.inf
+
+
+def _octaves(ours: Sequence[int], theirs: Sequence[int]) -> float:
     total = 0.0
-    for name in sizes:
-        ours, theirs = getattr(p, name), getattr(q, name)
-        if ours != theirs:
-            if ours == 0 or theirs == 0:
+    for n, m in zip(ours, theirs, strict=True):
+        if n != m:
+            if n == 0 or m == 0:
                 return math.inf
-            total += abs(math.log2(ours / theirs))
+            total += abs(math.log2(n / m))
     return total
 
 
@@ -126,44 +153,61 @@ class Store:
     def __init__(self, shipped: Path, local: Path):
         self.shipped, self.local = shipped, local
         self._read: list[Measurement] | None = None
+        # By all that must be equal, then by sizes: the latest Measurement that was timed.
+        self._timed: dict[tuple, dict[tuple[int, ...], Measurement]] = defaultdict(dict)
 
     def all(self) -> list[Measurement]:
         """Every readable Measurement, shipped ones first; unreadable lines are named on stderr, once."""
         if self._read is None:
-            self._read = _read_folder(self.shipped) + _read_folder(self.local)
+            self._take(_read_folder(self.shipped) + _read_folder(self.local))
         return self._read
 
     def shipped_only(self) -> list[Measurement]:
         """Every readable Measurement that came with nibblas."""
         return _read_folder(self.shipped)
 
-    def find(self, kernel: str, digest: str, device: str, threads: int) -> list[Measurement]:
-        """Timed Measurements of this kernel as it is now, on this device."""
-        return [
-            m
-            for m in self.all()
-            if (m.kernel, m.digest, m.device, m.threads) == (kernel, digest, device, threads) and m.samples
-        ]
-
     def nearest(
         self, problem: Problem, kernel: str, digest: str, device: str, threads: int
     ) -> tuple[Measurement, float] | None:
-        """The latest Measurement of the problem nearest to this one, and its distance; None beyond NEAR."""
+        """The latest timed Measurement of the problem nearest to this one, and its distance; None beyond NEAR.
+
+        Only those of this kernel as it is now, on this device, with as many threads.
+        """
+        self.all()
+        sizes = _sizes(problem)
+        alike = self._timed.get((kernel, digest, device, threads, _kind(problem)), {})
+        if sizes in alike:
+            return alike[sizes], 0.0
         best = None
-        for m in self.find(kernel, digest, device, threads):
-            d = distance(problem, m.problem)
+        for theirs, m in alike.items():
+            d = _octaves(sizes, theirs)
             if d <= NEAR and (best is None or (d, best[0].when) <= (best[1], m.when)):
                 best = m, d
         return best
 
-    def add(self, measurements: Iterable[Measurement]) -> Path:
-        """Append to the local store, a line each, and return the file; other processes may append at the same time."""
+    def add(self, measurements: Iterable[Measurement]) -> Path | None:
+        """Append to the local store, a line each, and return the file; other processes may append at the same time.
+
+        Where the store can't be written, this warns and returns None; this process knows the measurements all the same.
+        """
         measurements = list(measurements)
-        path = self.local / "measured.jsonl"
-        append(path, measurements)
         if self._read is not None:
-            self._read += measurements
-        return path
+            self._take(measurements)
+        path = self.local / "measured.jsonl"
+        with writing_cache():
+            append(path, measurements)
+            return path
+        return None
+
+    def _take(self, measurements: Iterable[Measurement]) -> None:
+        if self._read is None:
+            self._read = []
+        for m in measurements:
+            self._read.append(m)
+            alike = self._timed[m.kernel, m.digest, m.device, m.threads, _kind(m.problem)]
+            sizes = _sizes(m.problem)
+            if m.samples and (sizes not in alike or alike[sizes].when <= m.when):
+                alike[sizes] = m
 
 
 def append(path: Path, measurements: Iterable[Measurement]) -> None:
@@ -188,9 +232,14 @@ def _read_folder(folder: Path) -> list[Measurement]:
 
 
 def read(path: Path) -> list[Measurement]:
-    """The Measurements of a JSONL file; a line that is none is named on stderr and skipped."""
+    """The Measurements of a JSONL file; a line that is none, or a file that can't be read, is named on stderr."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        print(f"nibblas: {path} ignored: {error.strerror or error}", file=sys.stderr)
+        return []
     found = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

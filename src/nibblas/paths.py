@@ -1,6 +1,9 @@
 """Where nibblas keeps what it makes on this machine: compiled libraries, device facts, local evidence."""
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,3 +20,14 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+@contextmanager
+def writing_cache() -> Iterator[None]:
+    """For what is kept to save work later: where the cache can't be written, a warning and no error."""
+    try:
+        yield
+    except OSError as error:
+        # Always the same text: Python shows it once a process.
+        why = error.strerror or error
+        warnings.warn(f"nothing is kept in {cache_dir()}: {why} (NIBBLAS_CACHE names another folder)", stacklevel=3)

@@ -1,14 +1,17 @@
 """What a device can do at best, and so the least time (the floor) a problem can take on it."""
 
 import json
+import math
 import platform
 import re
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from nibblas.paths import cache_dir, write_atomically
+from nibblas.paths import cache_dir, write_atomically, writing_cache
 from nibblas.problem import Problem
 
 
@@ -19,6 +22,8 @@ class Roofline:
     read_bandwidth is in bytes a second, from memory; rates in operations (a multiply-add is two) a second by the type
     that the multipliers take. `source` is "measured" here, "stated" (measured elsewhere on such a device, shipped as
     data) or "assumed" (a guess for the cost model: no floor is named from it).
+
+    Raises ValueError where one of these is not positive and finite, or the rate of fp32 is missing.
     """
 
     device: str
@@ -27,6 +32,11 @@ class Roofline:
     read_bandwidth: float
     rates: dict[str, float]
     source: str
+
+    def __post_init__(self) -> None:
+        for name, value in {"fp32": None, **self.rates, "read_bandwidth": self.read_bandwidth}.items():
+            if not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}, need a positive number")
 
     def rate(self, a: str) -> float:
         """The best rate at which operand a can be multiplied by FP4 weights without losing a bit of either."""
@@ -58,8 +68,8 @@ ASSUMED_GPU = Roofline("a GPU", "", 0, 1e12, {"fp32": 30e12, "bf16": 150e12}, "a
 @cache
 def device_name(device: torch.device) -> str:
     """What the device calls itself; for a CPU its model and the parts of its instruction set that matter here."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     try:
         with open("/proc/cpuinfo") as cpuinfo:
             text = cpuinfo.read()
@@ -78,15 +88,23 @@ def threads_of(device: torch.device) -> int:
 
 @cache
 def roofline(device: torch.device, threads: int) -> Roofline:
-    """The device's Roofline: measured and kept by `nibblas doctor`, else stated, else assumed."""
+    """The device's Roofline: measured and kept by `nibblas doctor`, else stated, else assumed.
+
+    A file that is damaged is named on stderr and ignored.
+    """
+    path = _path(device, threads)
+    if path in _kept:
+        return _kept[path]
     try:
-        return Roofline(**json.loads(_path(device, threads).read_text()))
-    except (OSError, ValueError, TypeError):
+        return Roofline(**json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
         pass
+    except (OSError, ValueError, TypeError) as error:
+        print(f"nibblas: {path} ignored: {error}", file=sys.stderr)
     name = device_name(device)
     if name in STATED:
         return STATED[name]
-    if device.type == "cuda":
+    if device.type != "cpu":
         return ASSUMED_GPU
     one = ASSUMED_CPU_THREAD
     return Roofline(name, "cpu", threads, one.read_bandwidth * min(threads, 4), _times(one.rates, threads), one.source)
@@ -96,12 +114,18 @@ def _times(rates: dict[str, float], factor: int) -> dict[str, float]:
     return {name: rate * factor for name, rate in rates.items()}
 
 
-def _path(device: torch.device, threads: int):
+def _path(device: torch.device, threads: int) -> Path:
     key = re.sub(r"[^A-Za-z0-9]+", "-", f"{device_name(device)} {threads or ''}").strip("-").lower()
     return cache_dir() / "roofline" / f"{key}.json"
 
 
+_kept: dict[Path, Roofline] = {}  # by this process, whose cache may not be writable
+
+
 def keep(found: Roofline, device: torch.device) -> None:
-    """Keep what was measured of a device for later processes."""
-    write_atomically(_path(device, found.threads), json.dumps(asdict(found), indent=1))
+    """Keep what was measured of a device for this process and, where the cache can be written, for later ones."""
+    path = _path(device, found.threads)
+    _kept[path] = found
+    with writing_cache():
+        write_atomically(path, json.dumps(asdict(found), indent=1))
     roofline.cache_clear()
