@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,12 @@ def test_the_report_as_data_and_as_tables(minilm):
     for words in ("all-MiniLM-L6-v2", "four_over_six", f"{found.accuracy[0].relative_mse:.5f}", "24 x (384 x 384)"):
         assert words in text
     assert found.times[0].kernel in text
-    for done, total, words in seen:
-        assert 0 <= done < total
-        assert words
+    steps = [done for done, _, _ in seen]
+    (total,) = {total for _, total, _ in seen}
+    assert steps == sorted(steps)
+    assert steps[0] == 0 < steps[-1] < total
+    assert max(after - before for before, after in pairwise(steps)) < total / 10
+    assert all(words for _, _, words in seen)
     assert any("mxfp4 rceil: encoder.layer.5" in words for _, _, words in seen)
 
 
@@ -129,7 +133,7 @@ def test_no_floor_is_named_where_none_was_measured(monkeypatch):
     monkeypatch.setattr(probe, "measure", lambda device, threads: assumed)
     linear = torch.nn.Linear(32, 16)
     layers = module.conversion_report(module.convert(torch.nn.Sequential(linear)))
-    times = module._times(torch.nn.Sequential(torch.nn.Linear(32, 16)), list(layers), 1, 1, timing.CPU, None)
+    times = module._times(torch.nn.Sequential(torch.nn.Linear(32, 16)), list(layers), 1, 1, timing.CPU, lambda *_: None)
     assert [(time.format, time.M, time.floor, time.share_of_floor) for time in times] == [
         ("nvfp4", 1, None, None),
         ("mxfp4", 1, None, None),

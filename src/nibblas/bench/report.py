@@ -56,6 +56,9 @@ SENTENCES = (
 TORCH = {"torch fp32": torch.float32, "torch bf16": torch.bfloat16}
 SECONDS = 0.5  # of timing for a matrix, a number of rows and a number of threads
 ROUNDS = 30
+STEPS = 100  # of progress, a part of the work
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def report(
     threads: int | None = None,
     device: torch.device | None = None,
     sentences: Sequence[str] = SENTENCES,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Convert a model's linear layers to FP4 and compare it with what it was.
 
@@ -157,16 +160,17 @@ def report(
     rules = [(format, rule) for format in FORMATS.values() for rule in format.scale_rules]
     with torch_threads(threads), torch.no_grad():
         threads = torch.get_num_threads()
-        if progress:
-            progress(0, len(rules) + 1, "loading the model")
+        shares = (1, *[1] * len(rules), len(rules))  # loading, the conversion by each rule, timing
+        loading, *converting, timing = _parts(progress, shares)
+        loading(0, 1, "loading the model")
         model, batch, causal = _load(path, sentences)
         model, batch = model.to(device), {name: tensor.to(device) for name, tensor in batch.items()}
         expected = _outputs(model, batch, causal)
 
         accuracy: list[Accuracy] = []
         layers: dict[Format, list[LayerReport]] = {}
-        for i, (format, rule) in enumerate(rules):
-            converted = convert(copy.deepcopy(model), format, rule, progress=_within(progress, i, rules))
+        for (format, rule), advance in zip(rules, converting, strict=True):
+            converted = convert(copy.deepcopy(model), format, rule, progress=partial(_of_rule, advance, format, rule))
             done = [layer for layer in conversion_report(converted) if layer.converted]
             if not done:
                 raise ValueError(
@@ -197,16 +201,25 @@ def report(
                 **{format.name: sum(layer.nbytes for layer in done) for format, done in layers.items()},
             },
             accuracy=tuple(accuracy),
-            times=tuple(_times(model, first, tokens, threads, device, progress)),
+            times=tuple(_times(model, first, tokens, threads, device, timing)),
         )
 
 
-def _within(progress, i: int, rules: list[tuple[Format, str]]) -> Callable[[int, int, str], None] | None:
-    """Progress of the conversion by rule i, as steps of the conversions by all rules."""
-    if progress is None:
-        return None
-    format, rule = rules[i]
-    return lambda done, total, name: progress(i * total + done, len(rules) * total, f"{format} {rule}: {name}")
+def _parts(progress: Progress | None, shares: Sequence[int]) -> list[Progress]:
+    """Progress of each of the parts of some work, as steps of the whole: parts of these shares, one after the other."""
+
+    def part(start: int, share: int) -> Progress:
+        def advance(done: int, total: int, text: str) -> None:
+            if progress:
+                progress(start * STEPS + share * STEPS * done // total, sum(shares) * STEPS, text)
+
+        return advance
+
+    return [part(sum(shares[:i]), share) for i, share in enumerate(shares)]
+
+
+def _of_rule(advance: Progress, format: Format, rule: str, done: int, total: int, name: str) -> None:
+    advance(done, total, f"{format} {rule}: {name}")
 
 
 def _folder(path: Path | str | None) -> Path:
@@ -300,7 +313,7 @@ def _times(
     tokens: int,
     threads: int,
     device: torch.device,
-    progress: Callable[[int, int, str], None] | None,
+    progress: Progress,
 ) -> list[LayerTime]:
     """Every shape of linear layer, at one row and at the rows of the run, on one thread and on all."""
     counts = Counter(layer.shape for layer in layers if len(layer.shape) == 2)
@@ -310,16 +323,14 @@ def _times(
     total = len(team) + len(counts) * len(cells)
     floors: dict[int, Callable | None] = {}
     for number in team:
-        if progress:
-            progress(len(floors), total, "measuring this machine")
+        progress(len(floors), total, "measuring this machine")
         line = probe.measure(device, number or None)
         floors[number] = None if line.source == "assumed" else line.floor
     found: list[LayerTime] = []
     for (N, K), count in sorted(counts.items()):
         timed = None
         for M, number in cells:
-            if progress:
-                progress(len(team) + len(found) // len(FORMATS), total, f"timing {N} x {K}, {_rows(M)}")
+            progress(len(team) + len(found) // len(FORMATS), total, f"timing {N} x {K}, {_rows(M)}")
             timed = timed or _Shape(example[N, K], device)
             with torch_threads(number):
                 found += timed.run(M, count, number, floors[number])
