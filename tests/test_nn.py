@@ -2,8 +2,10 @@
 
 import copy
 import json
+import pickle
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import nibblas as nb
 import nibblas.nn as fp4
@@ -183,6 +186,64 @@ def test_gradients_to_x_and_bias(storage):
     assert torch.allclose(layer.bias.grad, grad.sum((0, 1)), rtol=1e-5, atol=1e-6)
 
 
+def test_trains_an_adapter_through_frozen_layers(storage):
+    """The gradient of low-rank factors beside and before an FP4 layer is that with its weight dequantized."""
+    layers = [FP4Linear.from_linear(linear(N=64, seed=seed), rotation=16).requires_grad_(False) for seed in (0, 1)]
+    down, up = draw(4, 64, seed=2).requires_grad_(), draw(64, 4, seed=3).requires_grad_()
+    x, grad = draw(5, 64), draw(5, 64, seed=4)
+
+    def gradients(first, second):
+        return torch.autograd.grad(second(first(x) + x @ down.T @ up.T), (down, up), grad)
+
+    with torch.no_grad():
+        basis = torch.eye(64)
+        dense = [(layer(basis) - layer(basis * 0)).T.contiguous() for layer in layers]
+    wanted = gradients(
+        *(lambda x, w=w, layer=layer: x @ w.T + layer.bias for w, layer in zip(dense, layers, strict=True))
+    )
+    for got, want in zip(gradients(*layers), wanted, strict=True):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-4 * want.abs().max())
+    checkpointed = [partial(checkpoint, layer, use_reentrant=False) for layer in layers]
+    assert all(map(torch.equal, gradients(*checkpointed), gradients(*layers)))
+
+
+def test_compiles_with_gradients(storage):
+    layer, x = FP4Linear.from_linear(linear(), rotation=16), draw(5, 64).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    wanted = torch.autograd.grad(layer(x).square().sum(), (x, layer.bias))
+    got = torch.autograd.grad(compiled(x).square().sum(), (x, layer.bias))
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_inference_mode(storage):
+    layer, x = FP4Linear.from_linear(linear(), rotation=16), draw(5, 64)
+    with torch.inference_mode():
+        made = FP4Linear.from_linear(linear(), rotation=16)
+        y = made(x)
+        assert torch.equal(y, layer(x))
+    with torch.no_grad():
+        assert torch.equal(made(x), y)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_computes_the_same_and_is_its_own(storage, again):
+    model = nn.ModuleDict({"a": linear(), "b": linear(seed=1), "experts": experts()})
+    model["b"].weight = model["a"].weight
+    model = convert(model, rotation=16)
+    copied, x, a = again(model), draw(5, 64), model["a"].weight.data_ptr()
+    for name in "ab":
+        assert torch.equal(copied[name](x), model[name](x))
+    assert torch.equal(copied["experts"](x, *routing(5)), model["experts"](x, *routing(5)))
+    before = model["b"](x)
+    copied["a"].load_state_dict(FP4Linear.from_linear(linear(seed=5)).state_dict())
+    assert torch.equal(copied["a"].weight, copied["b"].weight)  # tied to each other, and to nothing else
+    assert not torch.equal(copied["b"](x), before)
+    assert torch.equal(model["b"](x), before)
+    assert model["a"].weight.data_ptr() == a
+
+
 @pytest.mark.parametrize("options", [{}, {"rotation": 16}, {"activations": "fp4"}], ids=str)
 def test_compiles_to_one_graph(storage, options):
     layer = FP4Linear.from_linear(linear(), **options)
@@ -329,13 +390,14 @@ def test_state_dict_is_linear_and_survives_safetensors(storage, format):
     facts = json.loads(bytes(state["_extra_state"].tolist()))
     assert facts == {"format": format, "scale_rule": "search", "rotation": 16}
 
-    loaded = FP4Linear(64, 20, True, format)
     x = draw(3, 64)
-    assert torch.equal(loaded(x), torch.zeros(3, 20))
-    loaded.load_state_dict(load(save(state)))
-    assert (loaded.scale_rule, loaded.rotation) == ("search", 16)
-    assert same_parts(layer.weight_scaled, loaded.weight_scaled)
-    assert torch.equal(loaded(x), layer(x))
+    for assign in (False, True):
+        loaded = FP4Linear(64, 20, True, format)
+        assert torch.equal(loaded(x), torch.zeros(3, 20))
+        loaded.load_state_dict(load(save(state)), assign=assign)
+        assert (loaded.scale_rule, loaded.rotation) == ("search", 16)
+        assert same_parts(layer.weight_scaled, loaded.weight_scaled)
+        assert torch.equal(loaded(x), layer(x))
 
 
 def test_state_dict_loads_where_kernels_differ(monkeypatch):
