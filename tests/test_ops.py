@@ -1,9 +1,11 @@
 """The public operations: what they accept, refuse and promise. That kernels are right is test_kernels.py's matter."""
 
+import copy
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import nibblas as nb
 from nibblas import reference
 from nibblas.formats import FORMATS
 from nibblas.operators import as_arguments
+from nibblas.quantize import quantize
 
 
 @pytest.fixture
@@ -106,6 +109,17 @@ def test_matmul_forms(format):
     exactly(out, reference.matmul(b, a), 64, b, a)
 
 
+@pytest.mark.parametrize("batch", [(2,), (2, 1, 2)], ids=str)
+def test_matmul_of_matrices_with_scales_of_their_own(batch):
+    a, b = weights("nvfp4", *batch, 5, 64), weights("nvfp4", 24, 64, seed=2)
+    assert a.global_scale.unique().numel() > 1
+    exactly(nb.matmul(a, b, out_dtype=torch.float32), reference.matmul(a, b), 64, a, b)
+    explanation = nb.explain("matmul", a, b)
+    assert a.global_scale.numel() == explanation.problem.L
+    refused(ValueError, "linear: x .* has one global_scale a matrix", lambda: nb.linear(a, b))
+    refused(ValueError, "gated_linear: x .* has one global_scale a matrix", lambda: nb.gated_linear(a, b, b))
+
+
 def test_grouped_rows_outside_every_group_are_zero():
     w = weights("nvfp4", 2, 24, 64)
     y = nb.grouped_linear(torch.ones(6, 64), w, torch.tensor([1, 3, 4]))
@@ -128,7 +142,10 @@ def test_grouped_matmul_is_a_list_of_products():
     shapes = [(3, 24, 64), (0, 8, 32), (1, 40, 96)]
     a = [torch.randn(M, K) for M, _, K in shapes]
     b = [weights("mxfp4", N, K) for _, N, K in shapes]
+    outs = [torch.full((M, N), torch.nan) for M, N, _ in shapes]
     for got, x, w in zip(nb.grouped_matmul(a, b), a, b, strict=True):
+        assert torch.equal(got, nb.matmul(x, w))
+    for got, x, w in zip(nb.grouped_matmul(iter(a), iter(b), out=(c for c in outs)), a, b, strict=True):
         assert torch.equal(got, nb.matmul(x, w))
     with pytest.raises(ValueError, match="lists of 3, 2"):
         nb.grouped_matmul(a, b[:2])
@@ -141,6 +158,27 @@ def test_moe_weighs_biases():
     ids, share = torch.tensor([[0, 1]]), torch.tensor([[0.25, 0.75]])
     y = nb.moe(torch.zeros(1, 32), ids, share, gate, gate, down, bias_down=bias_down)
     assert y.eq(7).all()
+
+
+@pytest.mark.parametrize(("dtype", "E"), [(torch.int8, 130), (torch.uint8, 256), (torch.int16, 3)], ids=str)
+def test_moe_takes_ids_of_any_integer_dtype(dtype, E):
+    w = weights("mxfp4", E, 32, 32)
+    x, share = torch.randn(6, 32) * 0.1, torch.rand(6, 2)
+    ids = torch.randint(0, min(E, 127), (6, 2))
+    y = nb.moe(x, ids.to(dtype), share, w, w, w)
+    exact = reference.moe(x, ids, share, w, w, w)
+    assert exact.norm() > 0
+    assert (y - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("weight", [torch.nan, torch.inf])
+def test_moe_without_an_expert_has_no_weight(weight):
+    w = weights("mxfp4", 2, 32, 32)
+    x, ids, share = torch.randn(2, 32), torch.tensor([[0, -1], [-1, -1]]), torch.tensor([[1.0, weight], [weight, 1.0]])
+    y = nb.moe(x, ids, share, w, w, w)
+    assert torch.equal(y[:1], nb.moe(x[:1], ids[:1, :1], share[:1, :1], w, w, w))
+    assert y[0].ne(0).any()
+    assert y[1].eq(0).all()
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -209,9 +247,19 @@ def test_out_of_any_strides():
     for out in (torch.full((2, 3, 24), torch.nan), torch.full((2, 3, 48), torch.nan)[..., ::2]):
         assert nb.linear(x, w, out=out) is out
         assert torch.equal(out, y)
-    transposed = torch.full((24, 6), torch.nan).T
-    nb.linear(x.view(6, 64), w, out=transposed)
-    assert torch.equal(transposed, y.view(6, 24))
+    rows, y = x.view(6, 64), y.view(6, 24)
+    batch, offsets = nb.stack([w, w]), torch.tensor([0, 2, 6])
+    runs = {
+        "linear": partial(nb.linear, rows, w),
+        "grouped_linear": partial(nb.grouped_linear, rows, batch, offsets),
+        "matmul": partial(nb.matmul, rows.expand(2, 6, 64), batch),
+    }
+    for op, run in runs.items():
+        shape = (2, 24, 6) if op == "matmul" else (24, 6)
+        for out in (torch.full(shape, torch.nan).mT, torch.full((*shape[:-2], 6, 48), torch.nan)[..., ::2]):
+            run(out=out)
+            torch.testing.assert_close(out, y.expand_as(out), msg=op)
+        refused(ValueError, f"{op}: out has strides", partial(run, out=torch.empty(1, 24).expand(*shape[:-2], 6, 24)))
 
 
 def test_threads_do_not_disturb_each_other():
@@ -364,6 +412,56 @@ def test_bad_operands_are_refused_by_name():
         lambda: nb.matmul(torch.ones(3, 2, 64), batch),
     )
     refused(ValueError, "bmm: a has shape", lambda: nb.bmm(x, w))
+    refused(TypeError, "bmm: a is a list", lambda: nb.bmm([1], batch))
+    refused(ValueError, r"matmul: out is torch.float32 \(3, 65\)", lambda: nb.matmul(x, w, out=torch.empty(3, 65)))
+    refused(TypeError, r"explain\(\) got an unexpected keyword", lambda: nb.explain("linear", x, w, kernel="a"))
+    refused(TypeError, "explain: w is a Tensor", lambda: nb.explain("matmul", x, x))
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    w, x, batch = weights("nvfp4", 24, 64), torch.randn(3, 64), weights("nvfp4", 2, 24, 64)
+    experts, ids, share = weights("nvfp4", 2, 64, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    products = {
+        "linear": lambda **more: nb.linear(x, w, **more),
+        "matmul": lambda **more: nb.matmul(x, w, **more),
+        "grouped_linear": lambda **more: nb.grouped_linear(x, batch, torch.tensor([0, 1, 3]), **more),
+        "gated_linear": lambda **more: nb.gated_linear(x, w, w, **more),
+        "moe": lambda **more: nb.moe(x, ids, share, experts, experts, experts, **more),
+    }
+    for op, product in products.items():
+        refused(TypeError, f"{op}: out is a int, need a Tensor", partial(product, out=3))
+        refused(TypeError, f"{op}: kernel is 3, need the name", partial(product, kernel=3))
+    batched = partial(nb.matmul, x.expand(2, 3, 64), batch)
+    refused(TypeError, "matmul: out is a int", partial(batched, out=3))
+    refused(TypeError, "matmul: kernel is 3", partial(batched, kernel=3))
+    refused(TypeError, "linear: bias is a list, need a Tensor", lambda: nb.linear(x, w, [1.0] * 24))
+    refused(TypeError, "grouped_linear: offsets is a list", lambda: nb.grouped_linear(x, batch, [0, 1, 3]))
+    refused(TypeError, "moe: expert_ids is a list", lambda: nb.moe(x, [[0]] * 3, share, experts, experts, experts))
+    refused(TypeError, "moe: expert_weights is a float", lambda: nb.moe(x, ids, 1.0, experts, experts, experts))
+    refused(TypeError, "dequantize: w is a Tensor", lambda: nb.dequantize(x))
+    refused(TypeError, "quantize: out is a Tensor", lambda: nb.quantize(x, nb.NVFP4, out=x))
+    refused(TypeError, "quantize: kernel is 3", lambda: nb.quantize(x, nb.NVFP4, kernel=3))
+    refused(TypeError, "quantize: global_scale is a str", lambda: nb.quantize(x, nb.NVFP4, global_scale="a"))
+    meta = torch.ones((), device="meta")
+    refused(
+        ValueError,
+        "quantize: x is on cpu, global_scale on meta",
+        lambda: nb.quantize(x, nb.NVFP4, global_scale=meta),
+    )
+
+
+def test_every_tensor_is_on_one_device():
+    # What lies elsewhere is never read: on meta there is nothing to read.
+    x, w, offsets = torch.randn(3, 64), weights("nvfp4", 2, 64, 64), torch.tensor([0, 1, 3])
+    ids, share, bias = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), torch.ones(2, 64)
+    elsewhere = "operands are on different devices: cpu, meta"
+    refused(ValueError, f"grouped_linear: {elsewhere}", lambda: nb.grouped_linear(x, w, offsets.to("meta")))
+    refused(ValueError, f"grouped_linear: {elsewhere}", lambda: nb.grouped_linear(x, w, offsets, bias.to("meta")))
+    given = {"x": x, "expert_ids": ids, "expert_weights": share, "w_gate": w, "w_up": w, "w_down": w}
+    given |= {"bias_gate": bias, "bias_up": bias, "bias_down": bias}
+    assert nb.moe(**given).isfinite().all()
+    for name, t in given.items():
+        refused(ValueError, f"moe: {elsewhere}", partial(nb.moe, **given | {name: t.to("meta")}))
 
 
 def test_out_must_fit_and_stand_alone():
@@ -377,6 +475,25 @@ def test_out_must_fit_and_stand_alone():
     assert torch.equal(x, before)
     whole = torch.randn(4, 64)
     refused(ValueError, "shares memory", lambda: nb.linear(whole[:3], w, out=whole[1:]))
+
+
+def test_out_may_lie_beside_an_operand():
+    w, buffer = weights("nvfp4", 64, 64), torch.randn(2, 5, 160)
+    y = nb.linear(buffer[..., 16:80], w)
+    beside = buffer[..., 80:144]
+    assert nb.linear(buffer[..., 16:80], w, out=beside) is beside
+    assert torch.equal(beside, y)
+    for first in (17, 40, 79, 96):
+        x = buffer[..., first : first + 64]
+        refused(ValueError, "shares memory", partial(nb.linear, x, w, out=buffer[..., 80:144]))
+    # Rows of 160 against rows of 320, and columns that reach into the next row.
+    flat = buffer.flatten()
+    refused(
+        ValueError, "shares memory", lambda: nb.linear(flat[:1600].view(5, 320)[:, :64], w, out=buffer[0, :, 64:128])
+    )
+    wrapped = flat.as_strided((4, 64), (160, 1), 120)
+    refused(ValueError, "shares memory", lambda: nb.linear(wrapped, w, out=buffer[0, :4, :64]))
+    assert nb.linear(wrapped, w, out=buffer[0, :4, 24:88]).isfinite().all()
 
 
 def test_bad_groups_are_refused():
@@ -397,6 +514,16 @@ def test_bad_moe_is_refused():
     refused(ValueError, "expert_ids span 2..2, need -1..1", lambda: nb.moe(x, ids + 2, share, gate, gate, down))
     refused(ValueError, "must both be", lambda: nb.moe(x, ids[:2], share, gate, gate, down))
     refused(TypeError, "expert_ids are torch.float32", lambda: nb.moe(x, share, share, gate, gate, down))
+    refused(TypeError, "expert_ids are torch.bool", lambda: nb.moe(x, ids.bool(), share, gate, gate, down))
+    refused(ValueError, "moe: K differs", lambda: nb.moe(x[:, :32], ids, share, gate, gate, down))
+    refused(
+        TypeError, "moe: a tensor has dtype torch.float64", lambda: nb.moe(x.double(), ids, share, gate, gate, down)
+    )
+    refused(
+        ValueError,
+        r"moe: bias has shape \(3,\), need \(2, 64\)",
+        lambda: nb.moe(x, ids, share, gate, gate, down, bias_down=torch.ones(3)),
+    )
     refused(ValueError, "the transpose of w_down", lambda: nb.moe(x, ids, share, down, down, down))
     refused(
         ValueError, "activation 'tanh' is unknown", lambda: nb.moe(x, ids, share, gate, gate, down, activation="tanh")
@@ -439,6 +566,36 @@ def test_rows_beyond_two_gigabytes():
     x.copy_(near)
     assert torch.equal(nb.linear(x, w, out=out), nb.linear(near, w))
     assert torch.equal(nb.quantize(x, nb.NVFP4).data, nb.quantize(near, nb.NVFP4).data)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 16), (2, 0, 16), (2, 3, 4, 32)], ids=str)
+def test_quantize_with_a_global_scale_a_matrix(shape):
+    x, factors = torch.randn(shape), torch.rand(shape[:-2]) + 0.5
+    got, want = nb.quantize(x, nb.NVFP4, global_scale=factors), quantize(x, nb.NVFP4, global_scale=factors)
+    assert got.shape == shape
+    for part in ("data", "scale", "global_scale"):
+        assert torch.equal(getattr(got, part), getattr(want, part))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_quantize_makes_is_a_constant(format):
+    x = torch.nn.Parameter(torch.randn(3, 2, 64))
+    given = [None] if format == "mxfp4" else [None, torch.tensor(0.1, requires_grad=True)]
+    given += [] if format == "mxfp4" else [torch.ones(3, requires_grad=True)]
+    for global_scale in given:
+        w = nb.quantize(x, format, global_scale=global_scale)
+        parts = [p for p in (w.data, w.scale, w.global_scale) if p is not None]
+        assert not any(p.requires_grad for p in parts)
+        copied = copy.deepcopy(w)
+        assert torch.equal(nb.dequantize(copied), nb.dequantize(w))
+        (nb.matmul(x, copied).sum() + x.sum()).backward()
+    assert x.grad is not None
+
+
+def test_strict_is_refused_while_tracing():
+    strict = torch.compile(lambda x: nb.quantize(x, nb.NVFP4, strict=True).data, fullgraph=True)
+    with pytest.raises(Exception, match="strict=True reads values"):
+        strict(torch.ones(2, 32))
 
 
 @pytest.mark.parametrize("format", FORMATS)

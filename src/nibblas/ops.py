@@ -1,6 +1,6 @@
 """The public operations: each checks its operands and calls the operator of the same name (operators.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,17 +14,30 @@ from nibblas.problem import DTYPE_NAMES, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.tensor import ScaledTensor
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-def _check_weights(op: str, name: str, w: ScaledTensor, ndim: int) -> None:
+
+def _check_tensor(op: str, name: str, t: Tensor | None) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
+
+
+def _check_weights(op: str, name: str, w: ScaledTensor, ndim: int | None) -> None:
     if not isinstance(w, ScaledTensor):
         raise TypeError(f"{op}: {name} is a {type(w).__name__}, need a ScaledTensor (nibblas.quantize makes one)")
-    if w.ndim != ndim:
+    if ndim is not None and w.ndim != ndim:
         need = "(N, K)" if ndim == 2 else "(G, N, K)"
         raise ValueError(f"{op}: {name} has shape {tuple(w.shape)}, need {need}")
 
 
-def _check_operands(op: str, x: Operand, *weights: ScaledTensor, vectors: Sequence[Tensor | None] = ()) -> None:
-    """Equal K, one device, usable dtypes; `vectors` are biases, each None or of its weights' (.., N)."""
+def _check_operands(
+    op: str,
+    x: Operand,
+    *weights: ScaledTensor,
+    biases: Sequence[Tensor | None] = (),
+    others: Sequence[Tensor | ScaledTensor | None] = (),
+) -> None:
+    """Equal K, usable dtypes, biases each None or of its weights' (.., N), and one device for all and `others`."""
     if not isinstance(x, Tensor | ScaledTensor):
         raise TypeError(f"{op}: x is a {type(x).__name__}, need a Tensor or a ScaledTensor")
     operand_name(x, op)
@@ -33,18 +46,32 @@ def _check_operands(op: str, x: Operand, *weights: ScaledTensor, vectors: Sequen
     for w in weights:
         if x.shape[-1] != w.shape[-1]:
             raise ValueError(f"{op}: K differs: x has shape {tuple(x.shape)}, the weights {tuple(w.shape)}")
-    for w, bias in zip(weights, vectors, strict=False):
-        if bias is not None and bias.shape != w.shape[:-1]:
-            raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
-        if bias is not None and bias.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{op}: bias has dtype {bias.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
-    devices = {str(t.device) for t in (x, *weights, *vectors) if t is not None}
+    for w, bias in zip(weights, biases, strict=False):
+        _check_bias(op, w, bias)
+    devices = {str(t.device) for t in (x, *weights, *biases, *others) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"{op}: operands are on different devices: {', '.join(sorted(devices))}")
 
 
+def _check_bias(op: str, w: ScaledTensor, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    _check_tensor(op, "bias", bias)
+    if bias.shape != w.shape[:-1]:
+        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
+    if bias.dtype not in DTYPE_NAMES:
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
+
+
+def _check_kernel(op: str, kernel: str | None) -> None:
+    if not isinstance(kernel, str | None):
+        raise TypeError(f"{op}: kernel is {kernel!r}, need the name of one")
+
+
 def _out_dtype(op: str, x: Operand, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
     """out_dtype, else out's, else x's, else bf16 for FP4 activations."""
+    if out is not None:
+        _check_tensor(op, "out", out)
     own = x.dtype if isinstance(x, Tensor) else torch.bfloat16
     dtype = out_dtype or (own if out is None else out.dtype)
     if dtype not in DTYPE_NAMES:
@@ -61,6 +88,8 @@ def _check_out(
             f"{op}: out is {out.dtype} {tuple(out.shape)} on {out.device}, "
             f"need {dtype} {tuple(shape)} on {given[0].device}"
         )
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{op}: out has strides {out.stride()}, need memory of its own for each element")
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
         raise RuntimeError(f"{op}: out= keeps no gradient; drop it, or call under torch.no_grad()")
     if torch.compiler.is_compiling():
@@ -74,7 +103,23 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if not a.numel() or not b.numel() or a.device != b.device:
         return False
     (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
+    return a_start < b_end and b_start < a_end and not _apart(a, b)
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Whether a and b are columns of one matrix, and none of them the same."""
+    pitch = _pitch(a)
+    if not pitch or pitch != _pitch(b):
+        return False
+    distance = (b.data_ptr() - a.data_ptr()) % pitch
+    return a.shape[-1] * a.element_size() <= distance <= pitch - b.shape[-1] * b.element_size()
+
+
+def _pitch(t: Tensor) -> int:
+    """Bytes from row to row, where all rows of t are runs of one matrix; else 0."""
+    if t.ndim < 2 or t.stride(-1) != 1 or not t.stride(-2) or any(s % t.stride(-2) for s in t.stride()[:-2]):
+        return 0
+    return t.stride(-2) * t.element_size()
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
@@ -98,8 +143,14 @@ def _unrotated(t: Operand) -> Operand:
     return ScaledTensor(t.data, t.scale, t.format, t.global_scale, t.layout, t.data_layout, matrix=t.matrix)
 
 
-def _as_matrix(x: Operand) -> Operand:
+def _has_one_scale(x: Operand) -> bool:
+    return isinstance(x, Tensor) or x.global_scale is None or not x.global_scale.ndim
+
+
+def _as_matrix(op: str, x: Operand) -> Operand:
     if isinstance(x, ScaledTensor):
+        if not _has_one_scale(x):
+            raise ValueError(f"{op}: x {x} has one global_scale a matrix, need one for all (matmul takes either)")
         return x if x.ndim == 2 else x.flatten_rows()
     return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
@@ -133,23 +184,37 @@ def linear(
     >>> nb.linear(torch.ones(2, 16), w).shape
     torch.Size([2, 16])
     """
-    _check_weights("linear", "w", w, 2)
-    _check_operands("linear", x, w, vectors=(bias,))
-    dtype = _out_dtype("linear", x, out, out_dtype)
+    return _linear("linear", x, w, bias, out, out_dtype, kernel, batch_invariant)
+
+
+def _linear(
+    op: str,
+    x: Operand,
+    w: ScaledTensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    kernel: str | None,
+    batch_invariant: bool,
+) -> Tensor:
+    _check_weights(op, "w", w, 2)
+    _check_operands(op, x, w, biases=(bias,))
+    _check_kernel(op, kernel)
+    dtype = _out_dtype(op, x, out, out_dtype)
     shape = (*x.shape[:-1], w.shape[0])
-    a, b = _enter("linear", x, w)
-    arguments = (*as_arguments(_as_matrix(a)), *as_arguments(b), bias, kernel, batch_invariant)
+    a, b = _enter(op, x, w)
+    arguments = (*as_arguments(_as_matrix(op, a)), *as_arguments(b), bias, kernel, batch_invariant)
     if out is None:
         return torch.ops.nibblas.linear(*arguments, dtype).reshape(shape)
-    _check_out("linear", out, shape, dtype, (x, w, bias))
+    _check_out(op, out, shape, dtype, (x, w, bias))
     _write(lambda rows: torch.ops.nibblas.linear_out(*arguments, rows), out)
     return out
 
 
 def _write(run, out: Tensor) -> None:
-    """Run into out as a matrix (rows, N), through a copy if out can't be viewed as one."""
+    """Run into out as a matrix (rows, N), through a copy if out can't be viewed as one whose rows are runs."""
     shape = (out.shape[:-1].numel(), out.shape[-1])
-    if out.ndim == 2:
+    if out.ndim == 2 and out.stride(-1) == 1:
         run(out)
     elif out.is_contiguous():
         run(out.view(shape))
@@ -190,16 +255,17 @@ def matmul(
     _check_operands("matmul", a, b)
     if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
         raise ValueError(f"matmul: batch dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}")
-    if b.ndim == 2:
-        return linear(a, b, out=out, out_dtype=out_dtype, kernel=kernel, batch_invariant=batch_invariant)
+    if b.ndim == 2 and _has_one_scale(a):
+        return _linear("matmul", a, b, None, out, out_dtype, kernel, batch_invariant)
+    _check_kernel("matmul", kernel)
     dtype = _out_dtype("matmul", a, out, out_dtype)
-    batch = b.shape[:-2]
+    batch = (a if b.ndim == 2 else b).shape[:-2]
     x, w = _enter("matmul", a, b)
     flat = (*as_arguments(_as_batch(x, batch)), *as_arguments(_as_batch(w, batch)), None, kernel, batch_invariant)
     shape = (*batch, a.shape[-2], b.shape[-2])
     if out is not None:
         _check_out("matmul", out, shape, dtype, (a, b))
-        if out.ndim == 3:
+        if out.ndim == 3 and out.stride(-1) == 1:
             torch.ops.nibblas.linear_out(*flat, out)
             return out
     c = torch.ops.nibblas.linear(*flat, dtype).reshape(shape)
@@ -225,6 +291,9 @@ def _as_batch(t: Operand, batch: torch.Size) -> Operand:
 
 def bmm(a: Operand, b: Operand, **options) -> Tensor:
     """`matmul` of exactly one batch dimension: a (L, M, K), b (L, N, K) -> (L, M, N). Options as in `matmul`."""
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor | ScaledTensor):
+            raise TypeError(f"bmm: {name} is a {type(t).__name__}, need a Tensor or a ScaledTensor")
     if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, need (L, M, K) and (L, N, K)")
     return matmul(a, b, **options)
@@ -247,7 +316,9 @@ def grouped_linear(
     """
     op = "grouped_linear"
     _check_weights(op, "w", w, 3)
-    _check_operands(op, x, w, vectors=(bias,))
+    _check_tensor(op, "offsets", offsets)
+    _check_operands(op, x, w, biases=(bias,), others=(offsets,))
+    _check_kernel(op, kernel)
     if x.ndim != 2:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, need (M, K)")
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (w.shape[0] + 1,):
@@ -260,19 +331,20 @@ def grouped_linear(
     if out is None:
         return torch.ops.nibblas.grouped_linear(*arguments, dtype)
     _check_out(op, out, (x.shape[0], w.shape[-2]), dtype, (x, w, bias))
-    torch.ops.nibblas.grouped_linear_out(*arguments, out)
+    _write(lambda rows: torch.ops.nibblas.grouped_linear_out(*arguments, rows), out)
     return out
 
 
 def grouped_matmul(
-    a: Sequence[Operand],
-    b: Sequence[Operand],
+    a: Iterable[Operand],
+    b: Iterable[Operand],
     *,
-    out: Sequence[Tensor] | None = None,
+    out: Iterable[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
 ) -> list[Tensor]:
     """Independent products of any sizes: [a[g] (M_g, K_g) @ b[g] (N_g, K_g).T for each g]. Arguments as in `matmul`."""
+    a, b, out = list(a), list(b), None if out is None else list(out)
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
         raise ValueError(f"grouped_matmul: lists of {len(a)}, {len(b)} and {out and len(out)} products, need equal")
     outs = [None] * len(a) if out is None else out
@@ -305,12 +377,13 @@ def gated_linear(
         raise ValueError(f"{op}: w_gate {w_gate} and w_up {w_up} differ in shape, format or rotation")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
-    _check_operands(op, x, w_gate, w_up, vectors=(bias_gate, bias_up))
+    _check_operands(op, x, w_gate, w_up, biases=(bias_gate, bias_up))
+    _check_kernel(op, kernel)
     dtype = _out_dtype(op, x, out, out_dtype)
     shape = (*x.shape[:-1], w_up.shape[0])
     a, up = _enter(op, x, w_up)
     flat = (
-        *as_arguments(_as_matrix(a)),
+        *as_arguments(_as_matrix(op, a)),
         *as_arguments(_unrotated(w_gate)),
         *as_arguments(up),
         bias_gate,
@@ -357,29 +430,39 @@ def moe(
             f"{op}: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be ({E}, {I}, {H}), "
             f"the transpose of w_down {tuple(w_down.shape)}"
         )
-    if not isinstance(x, Tensor) or x.ndim != 2:
-        raise ValueError(f"{op}: x is {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}, need (T, {H})")
+    for name, t in (("x", x), ("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+        _check_tensor(op, name, t)
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x is {tuple(x.shape)}, need (T, {H})")
+    _check_bias(op, w_down, bias_down)
+    others = (w_down, bias_down, expert_ids, expert_weights)
+    _check_operands(op, x, w_gate, w_up, biases=(bias_gate, bias_up), others=others)
+    _check_kernel(op, kernel)
     if expert_ids.shape != expert_weights.shape or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"{op}: expert_ids {tuple(expert_ids.shape)} and expert_weights {tuple(expert_weights.shape)} must both be "
             f"({x.shape[0]}, top_k)"
         )
-    if expert_ids.is_floating_point() or not expert_weights.is_floating_point():
+    if expert_ids.dtype not in INTEGERS or not expert_weights.is_floating_point():
         raise TypeError(
             f"{op}: expert_ids are {expert_ids.dtype}, expert_weights {expert_weights.dtype}, need int, float"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+    expert_ids = expert_ids.long()  # E itself may be more than a small dtype holds.
     if expert_ids.device.type == "cpu" and expert_ids.numel() and not torch.compiler.is_compiling():
         low, high = int(expert_ids.min()), int(expert_ids.max())
         if low < -1 or high >= E:
             raise ValueError(f"{op}: expert_ids span {low}..{high}, need -1..{E - 1}")
     dtype = _out_dtype(op, x, out, out_dtype)
     tokens, top_k = expert_ids.shape
+    if out is not None:
+        operands = (x, expert_weights, w_gate, w_up, w_down, bias_gate, bias_up, bias_down)
+        _check_out(op, out, (tokens, H), dtype, operands)
 
     # Rows sorted by expert, tokens without one first; no shape depends on where the tokens go.
     order = torch.argsort(expert_ids.flatten(), stable=True)
-    experts = torch.arange(E + 1, device=x.device, dtype=expert_ids.dtype)
+    experts = torch.arange(E + 1, device=x.device)
     offsets = torch.searchsorted(expert_ids.flatten()[order].contiguous(), experts)
     rows = x[order // top_k] if top_k else x[:0]
     options = {"out_dtype": torch.float32, "kernel": kernel}
@@ -390,14 +473,13 @@ def moe(
     # Back to token order, then a sum in the order of the token's experts: no atomics.
     by_token = torch.empty_like(down)
     by_token[order] = down
-    weighted = by_token.view(tokens, top_k, H) * expert_weights.unsqueeze(-1).float()
+    shares = expert_weights.float().masked_fill(expert_ids < 0, 0.0)
+    weighted = by_token.view(tokens, top_k, H) * shares.unsqueeze(-1)
     result = weighted.sum(dim=1).to(dtype)
-    if out is None:
-        return result
-    _check_out(op, out, (tokens, H), dtype, (x, w_gate, w_up, w_down))
-    return out.copy_(result)
+    return result if out is None else out.copy_(result)
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor,
     format: Format | str,
@@ -412,6 +494,8 @@ def quantize(
 ) -> ScaledTensor:
     """A ScaledTensor nearest to x by a named scale rule; what `nibblas.quantize.quantize` defines, by a fast kernel.
 
+    The result is a constant: no gradient flows through it.
+
     Parameters
     ----------
     x : (..., N, K) fp32, bf16 or fp16.
@@ -419,7 +503,7 @@ def quantize(
     scale_rule : one of format.scale_rules, the first by default (docs/formats.md gives the formulas).
     global_scale : fp32 multiplier, () or one a matrix (x.shape[:-2]); NVFP4 computes its own from max |x| by default.
     block_dim : the dimension along which blocks lie; it becomes the last of the result.
-    strict : raise where a block holds NaN or Inf instead of marking that block NaN.
+    strict : raise where a block holds NaN or Inf instead of marking that block NaN; not while torch.compile traces.
     rotation : size of a block Hadamard rotation along K (16, 32, 64, 128), 0 for none.
     out : a ScaledTensor as the call would return, whose parts are overwritten; it is returned.
     kernel : name of the kernel to use.
@@ -427,21 +511,26 @@ def quantize(
     >>> nb.quantize(torch.ones(2, 32), nb.MXFP4)
     ScaledTensor(mxfp4, shape=(2, 32), layout=LINEAR, scale_rule='even')
     """
+    if out is not None and not isinstance(out, ScaledTensor):
+        raise TypeError(f"quantize: out is a {type(out).__name__}, need a ScaledTensor")
+    _check_kernel("quantize", kernel)
+    if strict and torch.compiler.is_compiling():
+        raise NotImplementedError("quantize: strict=True reads values, which torch.compile can't trace")
     x, target, rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
     if rotation:
         x = rotate(x, rotation)
-    if given is not None and given.ndim:
-        parts = [
-            quantize(m, target, scale_rule=rule, global_scale=g, kernel=kernel)
-            for m, g in zip(x.reshape(-1, *x.shape[-2:]), given.flatten(), strict=True)
-        ]
-        data = torch.stack([p.data for p in parts]).reshape(*x.shape[:-1], -1)
-        scale = torch.stack([p.scale for p in parts]).reshape(*x.shape[:-1], -1)
-    else:
-        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if given is None or not given.ndim:
         data, scale, own = torch.ops.nibblas.quantize(rows, given, target.name, rule, kernel)
-        data, scale = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (data, scale))
         given = own if target.has_global_scale else None
+    else:
+        matrices = rows.split(x.shape[-2]) if x.numel() else [rows]
+        factors = given.flatten() if x.numel() else [None]
+        parts = [
+            torch.ops.nibblas.quantize(m, g, target.name, rule, kernel) for m, g in zip(matrices, factors, strict=True)
+        ]
+        data, scale = (torch.cat([part[i] for part in parts]) for i in range(2))
+    data, scale = (part.reshape(*x.shape[:-1], part.shape[-1]) for part in (data, scale))
     if strict:
         bad = int(target.scale_code.is_nan(scale).sum())
         if bad:
@@ -466,17 +555,28 @@ def _overwrite(out: ScaledTensor, found: ScaledTensor) -> ScaledTensor:
     return out
 
 
-def explain(op: str, x: Operand, w: ScaledTensor, bias: Tensor | None = None, **options) -> Explanation:
+def explain(
+    op: str,
+    x: Operand,
+    w: ScaledTensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Explanation:
     """How the dispatcher decides: every kernel of the op, why it can't run or what it should take, and the floor.
 
-    `op` is "linear" (x (..., K), w (N, K)) or "matmul" / "bmm" (x (L, M, K), w (L, N, K)); options are `linear`'s
-    out_dtype and batch_invariant. Print the result.
+    `op` is "linear" (x (..., K), w (N, K)) or "matmul" / "bmm" (x (L, M, K), w (L, N, K)); out_dtype and
+    batch_invariant as in `linear`. Print the result.
     """
     if op not in ("linear", "matmul", "bmm"):
         raise ValueError(f"explain: op is {op!r}, need linear, matmul or bmm")
-    if op == "linear" or w.ndim == 2:
-        _check_weights(op, "w", w, 2)
-        x = _as_matrix(x)
-    _check_operands(op, x, w, vectors=(bias,))
-    dtype = _out_dtype(op, x, None, options.pop("out_dtype", None))
-    return explain_problem(linear_problem(x, w, bias, dtype, **options), w.device)
+    _check_weights("explain", "w", w, 2 if op == "linear" else None)
+    _check_operands("explain", x, w, biases=(bias,))
+    dtype = _out_dtype("explain", x, None, out_dtype)
+    if w.ndim == 2 and (op == "linear" or _has_one_scale(x)):
+        x = _as_matrix("explain", x)
+    else:
+        batch = (x if w.ndim == 2 else w).shape[:-2]
+        x, w = _as_batch(x, batch), _as_batch(w, batch)  # type: ignore[assignment]
+    return explain_problem(linear_problem(x, w, bias, dtype, batch_invariant), w.device)

@@ -6,6 +6,7 @@ A scale rule maps the magnitudes of a block to its scale code; the codes of the 
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -226,12 +227,16 @@ def check_arguments(
         return x, format, scale_rule, None
     if not format.has_global_scale:
         raise ValueError(f"{op}: {format} has no global_scale, got {global_scale}")
-    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
+    if not isinstance(global_scale, Tensor | Real):
+        raise TypeError(f"{op}: global_scale is a {type(global_scale).__name__}, need a Tensor or a number")
+    if isinstance(global_scale, Tensor) and global_scale.is_meta and not x.is_meta:
+        raise ValueError(f"{op}: x is on {x.device}, global_scale on {global_scale.device}")
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device).detach()
     if given.shape != x.shape[:-2]:
         if given.numel() != 1:
             raise ValueError(f"{op}: global_scale has shape {tuple(given.shape)}, need () or {tuple(x.shape[:-2])}")
         given = given.reshape(())
-    if not torch.compiler.is_compiling() and not ((given > 0) & given.isfinite()).all():
+    if not (torch.compiler.is_compiling() or given.is_meta) and not ((given > 0) & given.isfinite()).all():
         raise ValueError(f"{op}: global_scale is {global_scale}, need positive and finite numbers")
     return x, format, scale_rule, given
 
@@ -314,6 +319,8 @@ def dequantize(w: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     >>> dequantize(quantize(torch.full((1, 16), -3.0), "nvfp4"))[0, :2]
     tensor([-3., -3.])
     """
+    if not isinstance(w, ScaledTensor):
+        raise TypeError(f"dequantize: w is a {type(w).__name__}, need a ScaledTensor")
     if dtype not in (*DTYPES, torch.float64):
         raise TypeError(f"dequantize: dtype {dtype}, need one of {', '.join(map(str, DTYPES))} or torch.float64")
     block_size = w.format.block_size
