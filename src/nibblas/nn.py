@@ -465,13 +465,14 @@ class FP4Linear(_PackedModule):
         """x (..., K) bf16, fp16 or fp32 -> (..., N) of x's dtype, or of autocast's."""
         _check_tensor("FP4Linear", "x", x)
         _check_dtype("FP4Linear", "x", x.dtype)
-        if x.device != self.weight.device:
-            raise ValueError(f"FP4Linear: x is on {x.device}, the weight on {self.weight.device}")
+        device = x.device
+        if device != self.weight.device:
+            raise ValueError(f"FP4Linear: x is on {device}, the weight on {self.weight.device}")
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"FP4Linear: x has shape {tuple(x.shape)}, need (..., {self.in_features})")
-        if torch.is_autocast_enabled(x.device.type):
-            with torch.autocast(x.device.type, enabled=False):
-                return self.forward(x.to(torch.get_autocast_dtype(x.device.type)))
+        if torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):
+                return self.forward(x.to(torch.get_autocast_dtype(device.type)))
         y = self._multiply(x.reshape(-1, self.in_features), x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
