@@ -53,6 +53,17 @@ def test_four_processes_build_at_once_later_ones_find_it_and_mend_it(tmp_path):
     assert "compiled now" in status
 
 
+@needs_compiler
+def test_a_cache_that_cannot_be_written_costs_a_compilation(tmp_path):
+    (tmp_path / "nibblas").write_text("a file")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    status, tier = lines(start(tmp_path, TMPDIR=str(temporary)))
+    assert "compiled for this process, as the cache can't be used: " in status
+    assert tier == cpu_library.TIERS[cpu_library.tier()]
+    assert not list(temporary.iterdir())
+
+
 def test_an_empty_NIBBLAS_CC_forbids_compiling(tmp_path):
     status, tier = lines(start(tmp_path, NIBBLAS_CC=""))
     assert status == "no CPU library: no C compiler: '' named"

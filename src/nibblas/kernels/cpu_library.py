@@ -2,8 +2,9 @@
 
 One file holds every tier of instructions behind a C ABI, so it serves any Python and, for one machine type, any CPU.
 It is looked for next to this module (a wheel built where there was a compiler carries it), then in the cache, and is
-compiled into the cache at first use otherwise: with $NIBBLAS_CC, $CC, cc, gcc or clang. An empty NIBBLAS_CC forbids
-compiling. NIBBLAS_CPU_TIER=portable|avx2|avx512|amx takes a lower tier than the best.
+compiled into the cache at first use otherwise: with $NIBBLAS_CC, $CC, cc, gcc or clang; where the cache can't be used,
+into a temporary folder, by each process anew. An empty NIBBLAS_CC forbids compiling.
+NIBBLAS_CPU_TIER=portable|avx2|avx512|amx takes a lower tier than the best.
 
 The build hook (hatch_build.py) loads this file by its path, where neither torch nor nibblas is installed: only the
 standard library may be imported above.
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,6 +43,10 @@ class CompileError(RuntimeError):
     """The library could not be compiled; the message says by what and why."""
 
 
+class WriteError(CompileError):
+    """There is no writing where the library should go."""
+
+
 # --- building ------------------------------------------------------------------------------------------------------
 
 
@@ -62,7 +68,7 @@ def find_compiler() -> list[str] | None:
 
 
 def compile_to(target: Path, compiler: list[str]) -> None:
-    """Compile the library to `target`, which appears complete or not at all. Raises CompileError."""
+    """Compile the library to `target`, which appears complete or not at all. Raises CompileError, or its WriteError."""
     digest = source_digest()
     sources = [str(FOLDER / name) for name in SOURCES]
     try:
@@ -80,7 +86,7 @@ def compile_to(target: Path, compiler: list[str]) -> None:
                     return
                 last = done.stderr.strip()
     except OSError as error:
-        raise CompileError(f"{shlex.join(compiler)} could not write {target}: {error}") from error
+        raise WriteError(f"{shlex.join(compiler)} could not write {target}: {error}") from error
     raise CompileError(f"{shlex.join(compiler)} failed: {last[-500:] or f'status {done.returncode}'}")
 
 
@@ -154,12 +160,17 @@ def _find() -> Status:
     try:
         path = _cached(compiler)
         if path.exists():
-            try:
+            with suppress(OSError):
                 return Status(_load(path), path, "compiled before")
-            except OSError:
-                path.unlink(missing_ok=True)
-        compile_to(path, compiler)
-        return Status(_load(path), path, "compiled now")
+        try:
+            compile_to(path, compiler)
+            return Status(_load(path), path, "compiled now")
+        except (WriteError, OSError) as error:
+            with tempfile.TemporaryDirectory() as folder:
+                made = Path(folder) / path.name
+                compile_to(made, compiler)
+                # What is loaded stays when its file goes.
+                return Status(_load(made), made, f"compiled for this process, as the cache can't be used: {error}")
     except (CompileError, OSError) as error:
         return Status(None, None, "; ".join([*reasons, str(error)]))
 
