@@ -130,15 +130,20 @@ def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: 
 
 
 def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[Layout, Layout]]:
-    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that."""
-    favourites = {kernel.b_layouts[0] for kernel in kernels() if kernel.op == problem.op and kernel.b_layouts}
+    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that.
+
+    A kernel that decodes the weight is taken only where no other runs.
+    """
+    threads = threads_of(device)
+    favourites = {c.kernel.b_layouts[0] for c in rank(problem, device, threads) if c.kernel.b_layouts}
     offers = []
     for layouts in {(LINEAR, LINEAR), *favourites}:
         names = (layouts[0].name, layouts[1].name)
-        first = rank(replace(problem, b_layouts=names), device, threads_of(device))[0]
+        ranked = rank(replace(problem, b_layouts=names), device, threads)
+        first = next((c for c in ranked if c.why_not is None and not c.kernel.decodes_weights), ranked[0])
         liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
-        offers.append((first.seconds, not liked, names, first.kernel, layouts))
-    *_, kernel, layouts = min(offers, key=lambda offer: offer[:3])
+        offers.append((first.kernel.decodes_weights, first.seconds, not liked, names, first.kernel, layouts))
+    *_, kernel, layouts = min(offers, key=lambda offer: offer[:4])
     return kernel, layouts
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nibblas import ops
-from nibblas.dispatch import rank
+from nibblas.dispatch import best_storage, rank
 from nibblas.formats import NVFP4, Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels.composite import ACTIVATIONS
@@ -42,24 +42,6 @@ from nibblas.tensor import ScaledTensor, stack
 
 PARTS = ("", "_scale", "_global_scale")  # what is added to a packed tensor's name: data, scale, global_scale
 ACTIVATION_MODES = ("none", "fp4")
-
-
-def _best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[Layout, Layout]]:
-    """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that.
-
-    A kernel that decodes the weight is taken only where no other runs.
-    """
-    threads = threads_of(device)
-    favourites = {c.kernel.b_layouts[0] for c in rank(problem, device, threads) if c.kernel.b_layouts}
-    offers = []
-    for layouts in {(LINEAR, LINEAR), *favourites}:
-        names = (layouts[0].name, layouts[1].name)
-        ranked = rank(replace(problem, b_layouts=names), device, threads)
-        first = next((c for c in ranked if c.why_not is None and not c.kernel.decodes_weights), ranked[0])
-        liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
-        offers.append((first.kernel.decodes_weights, first.seconds, not liked, names, first.kernel, layouts))
-    *_, kernel, layouts = min(offers, key=lambda offer: offer[:4])
-    return kernel, layouts
 
 
 def _why_decoded(problem: Problem, device: torch.device) -> str:
@@ -183,9 +165,9 @@ class _PackedModule(nn.Module):
             out=DTYPE_NAMES.get(self.dtype, "fp32"),
             arch=arch_of(w.device),
         )
-        kernel, layouts = _best_storage(problem, w.device)
+        kernel, layouts = best_storage(problem, w.device)
         if w.ndim == 3 and kernel.b_layouts is None:  # made of linear products
-            kernel, layouts = _best_storage(replace(problem, op="linear", G=1), w.device)
+            kernel, layouts = best_storage(replace(problem, op="linear", G=1), w.device)
         w = w.with_layout(*layouts)
         self._keep(name, w.data, w.scale, w.global_scale, layouts)
         self._stored(kernel, problem)
