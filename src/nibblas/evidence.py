@@ -159,7 +159,9 @@ class Store:
     def all(self) -> list[Measurement]:
         """Every readable Measurement, shipped ones first; unreadable lines are named on stderr, once."""
         if self._read is None:
-            self._take(_read_folder(self.shipped) + _read_folder(self.local))
+            found = _read_folder(self.shipped) + _read_folder(self.local)
+            self._index(found)
+            self._read = found
         return self._read
 
     def shipped_only(self) -> list[Measurement]:
@@ -190,20 +192,17 @@ class Store:
 
         Where the store can't be written, this warns and returns None; this process knows the measurements all the same.
         """
-        measurements = list(measurements)
-        if self._read is not None:
-            self._take(measurements)
+        measurements, known = list(measurements), self.all()
+        known += measurements
+        self._index(measurements)
         path = self.local / "measured.jsonl"
         with writing_cache():
             append(path, measurements)
             return path
         return None
 
-    def _take(self, measurements: Iterable[Measurement]) -> None:
-        if self._read is None:
-            self._read = []
+    def _index(self, measurements: Iterable[Measurement]) -> None:
         for m in measurements:
-            self._read.append(m)
             alike = self._timed[m.kernel, m.digest, m.device, m.threads, _kind(m.problem)]
             sizes = _sizes(m.problem)
             if m.samples and (sizes not in alike or alike[sizes].when <= m.when):
