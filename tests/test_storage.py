@@ -14,6 +14,8 @@ from nibblas.layouts import LAYOUTS, LINEAR, TiledLayout
 from nibblas.storage import StorageError, load, read_header, save
 from nibblas.tensor import ScaledTensor
 
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
 
 def random_tensor(format, *shape, seed=0, layout=LINEAR, data_layout=LINEAR, **more):
     generator = torch.Generator().manual_seed(seed)
@@ -280,6 +282,27 @@ def test_save_refuses_what_it_cannot_store(tmp_path):
         with pytest.raises(StorageError, match="metadata needs strings"):
             save(tmp_path / "a", {"w": w}, metadata)
     assert not any(tmp_path.iterdir())
+
+
+def test_paths_and_names_that_are_none(tmp_path, monkeypatch):
+    w = torch.ones(2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match="names need to be strings, got 1, None"):
+        save("x", {1: w, "a": w, None: w})
+    for folder in (".", tmp_path, ""):
+        with pytest.raises(StorageError, match="is a folder, need a file's name"):
+            save(folder, {"w": w})
+    with pytest.raises(StorageError, match=r"absent/x\.safetensors: there is no folder absent"):
+        save("absent/x.safetensors", {"w": w})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["abacus", pytest.param("cuda", marks=no_gpu), pytest.param("cuda:7", marks=no_gpu)])
+def test_load_names_a_device_that_is_not_there(tmp_path, device):
+    save(tmp_path / "x", {"w": torch.ones(2)})
+    with pytest.raises(StorageError, match=f"load: there is no device '{device}' here"):
+        load(tmp_path / "x", device=device)
+    assert load(tmp_path / "x", device=torch.device("cpu"))["w"].tolist() == [1, 1]
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

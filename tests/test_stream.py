@@ -156,6 +156,9 @@ def test_the_folder_and_the_summary(folder, tmp_path):
     assert q.relative_mse == pytest.approx(error.item(), rel=1e-6)
     assert 0.007 < q.relative_mse < 0.011
     assert by_name["model.layers.1.zero.weight"].relative_mse == 0
+    bad = by_name["model.layers.1.bad.weight"]
+    assert (bad.relative_mse, bad.bad_blocks) == (None, 2)
+    assert sum(tensor.bad_blocks for tensor in summary.quantized) == 2
     reasons = {skip.name: skip.reason for skip in summary.skipped}
     assert reasons == {
         "model.embed_tokens.weight": "excluded by *embed*",
@@ -389,6 +392,23 @@ def test_refusals(folder, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_strict_refuses_nan_and_inf(folder, tmp_path, format):
+    with pytest.raises(
+        StorageError, match=r"model-2-of-2\.safetensors: model\.layers\.1\.bad\.weight holds NaN or Inf"
+    ):
+        quantize_checkpoint(folder, tmp_path / "out", format, strict=True)
+    assert not (tmp_path / "out" / "model-2-of-2.safetensors").exists()
+    summary = quantize_checkpoint(folder, tmp_path / "out", format)
+    with pytest.raises(StorageError, match=r"model\.layers\.1\.bad\.weight held NaN or Inf when an earlier run"):
+        quantize_checkpoint(folder, tmp_path / "out", format, strict=True)
+    again = quantize_checkpoint(folder, tmp_path / "out", format)
+    assert len(again.reused) == 2
+    assert [t.bad_blocks for t in again.quantized] == [t.bad_blocks for t in summary.quantized]
+    strict = quantize_checkpoint(folder, tmp_path / "good", format, exclude=[*DEFAULT_EXCLUDE, "*bad*"], strict=True)
+    assert not any(tensor.bad_blocks for tensor in strict.quantized)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_the_default_dtype_changes_nothing(folder, tmp_path, format):
     quantize_checkpoint(folder, tmp_path / "want", format)
     torch.set_default_dtype(torch.bfloat16)
@@ -413,7 +433,13 @@ def edit_index(folder, change):
         (lambda f: os.truncate(f / "model-2-of-2.safetensors", 9000), "truncated"),
         (lambda f: (f / "model.safetensors.index.json").unlink(), "found consolidated.*, model-1.*, model-2"),
         (lambda f: (f / "b.safetensors.index.json").write_text("{}"), "more than one index"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "not an index of shards"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json: need a JSON object"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "not an index of shards"),
+        (lambda f: edit_index(f, lambda c: c["weight_map"].update(x=3)), "3 is not a plain file name"),
+        (lambda f: (f / "config.json").write_text("{"), r"config\.json: not valid JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), r"config\.json: need a JSON object, found a list"),
+        (lambda f: (f / "config.json").write_bytes(b"\xff"), r"config\.json: not valid JSON"),
+        (lambda f: (f / "config.json").write_text('{"quantization_config": "int4"}'), "quantized already, by 'int4'"),
         (lambda f: edit_index(f, lambda c: c["weight_map"].update(x="../x.safetensors")), "not a plain file name"),
         (lambda f: edit_index(f, lambda c: c["weight_map"].update(x="model-1-of-2.safetensors")), "in their shards: x"),
         (

@@ -296,8 +296,9 @@ def save(
 
     Equal tensors and metadata give equal bytes. `metadata` is for strings of your own, as safetensors has them.
 
-    Raises StorageError for a dtype safetensors can't hold, two tensors of one stored name, metadata that is not strings
-    or uses the key "nibblas", and a global_scale that is not finite.
+    Raises StorageError for a path that is no file's, a name that is no string, a dtype safetensors can't hold, two
+    tensors of one stored name, metadata that is not strings or uses the key "nibblas", and a global_scale that is not
+    finite.
 
     >>> import torch, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "w.safetensors")
@@ -308,6 +309,8 @@ def save(
     metadata = dict(metadata or {})
     if METADATA_KEY in metadata or not all(isinstance(text, str) for text in [*metadata, *metadata.values()]):
         raise StorageError(f"save: metadata needs strings under keys other than {METADATA_KEY!r}, got {metadata}")
+    if odd := [name for name in tensors if not isinstance(name, str)]:
+        raise StorageError(f"save: names need to be strings, got {', '.join(map(repr, odd))}")
     stored = {name: parts(name, tensor) for name, tensor in tensors.items()}
     scaled = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ScaledTensor)}
     for name, tensor in scaled.items():
@@ -319,6 +322,40 @@ def save(
         file.write(raw)
         for name in parse_header(raw, Path(path)).entries:
             file.write(as_bytes(every[name]).numpy().data)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file beside the tensors; raises StorageError for anything else."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise StorageError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise StorageError(f"{path}: need a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, as an index of shards has it; raises StorageError where it is none."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise StorageError(f"{index}: not an index of shards (no table weight_map)")
+    if odd := [file for file in files.values() if not isinstance(file, str) or Path(file).name != file]:
+        raise StorageError(f"{index}: not an index of shards ({odd[0]!r} is not a plain file name)")
+    return files
+
+
+def to_json(data: Any) -> str:
+    """JSON text. NaN and infinities, which JSON has no numbers for, are strings."""
+    return json.dumps(_plain(data), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -333,6 +370,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file to write that takes its name when the block ends, synced to disk, and vanishes if the block raises."""
     path = Path(path)
+    if path.is_dir():
+        raise StorageError(f"{path}: is a folder, need a file's name")
+    if not path.parent.is_dir():
+        raise StorageError(f"{path}: there is no folder {path.parent}")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "xb") as file:
@@ -364,7 +405,8 @@ def rename(temporary: Path, path: Path) -> None:
 def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Tensor | ScaledTensor]:
     """The tensors of a file that `save` or `nibblas quantize` wrote, by name. `save` of them gives the same file.
 
-    Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part.
+    Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part, and for a device
+    that isn't there.
     """
     header = read_header(path)
     scaled = header.scaled
@@ -373,7 +415,11 @@ def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[st
             f"{path}: no nibblas metadata, so nibblas didn't write it. Plain tensors: safetensors.torch.load_file. "
             "What FP4 tensors it holds: nibblas inspect"
         )
-    stored = load_file(path, device=str(device))
+    try:
+        place = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
+        raise StorageError(f"load: there is no device {str(device)!r} here: {error}") from error
+    stored = load_file(path, device=str(place))
     tensors: dict[str, Tensor | ScaledTensor] = {}
     for name, fact in scaled.items():
         try:

@@ -6,7 +6,6 @@ first, and by config.json only where those leave a choice. Files are read in pie
 """
 
 import dataclasses
-import json
 import math
 import os
 from collections import defaultdict
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from nibblas.formats import E4M3, E8M0, FORMATS, ScaleCode, as_format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, Layout, as_layout
-from nibblas.storage import Entry, Header, StorageError, read_header
+from nibblas.storage import Entry, Header, StorageError, read_header, read_json, to_json, weight_map
 
 CHUNK_BYTES = 8 << 20
 # A global_scale outside is one that was stored as its inverse, or that wastes the range of e4m3.
@@ -157,16 +156,8 @@ class Report:
         return [*self.warnings, *(f"{tensor.name}: {text}" for tensor in self.tensors for text in tensor.warnings)]
 
     def to_json(self) -> str:
-        """The report as JSON. NaN and infinities, which JSON has no numbers for, are strings."""
-        return json.dumps(_plain(dataclasses.asdict(self)), indent=2, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        """The report as JSON."""
+        return to_json(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -597,7 +588,7 @@ def _headers(path: Path) -> tuple[list[Header], list[str]]:
         raise StorageError(f"{path}: no safetensors file in it")
     wanted: set[str] = set()
     for index in path.glob("*.safetensors.index.json"):
-        wanted |= set(_json(index).get("weight_map", {}).values())
+        wanted |= set(weight_map(index).values())
     if wanted:
         files = [file for file in files if file.name in wanted]
     lost = sorted(wanted - {file.name for file in files})
@@ -616,10 +607,4 @@ def _quantization_config(folder: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise StorageError(f"{path}: not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return read_json(path) if path.is_file() else {}

@@ -9,11 +9,12 @@ process: the last bytes of a .partial may not have reached the disk.)
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,8 +38,10 @@ from nibblas.storage import (
     part,
     parts,
     read_header,
+    read_json,
     rename,
     sync,
+    weight_map,
 )
 from nibblas.tensor import ScaledTensor
 
@@ -73,13 +76,17 @@ Report = Callable[[int, str], None]  # source bytes done since the last call, te
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor that was quantized; relative_mse = sum((x - x')^2) / sum(x^2), None where an earlier run wrote it."""
+    """A tensor that was quantized; relative_mse = sum((x - x')^2) / sum(x^2).
+
+    It is None where an earlier run wrote the tensor and where a block is bad: it holds NaN or Inf, so all of it is NaN.
+    """
 
     name: str
     shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     relative_mse: float | None
+    bad_blocks: int
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ class _Shard:
     source: Header
     target: Path
     options: Options
+    strict: bool
     measured: dict[str, float]  # relative MSE by name, filled while writing
 
     @property
@@ -293,6 +301,8 @@ class _Shard:
                     global_scale=global_scale,
                     rotation=options.rotation,
                 )
+                if self.strict and options.format.scale_code.is_nan(q.scale).any():
+                    raise StorageError(f"quantize: {self.source.path}: {name} holds NaN or Inf (strict)")
                 file.write(as_bytes(q.data).numpy().data)
                 scales.write(as_bytes(q.scale).numpy().data)
                 error += dequantize(q).sub_(x).square_().sum(dtype=torch.float64).item()
@@ -300,7 +310,18 @@ class _Shard:
                 progress(x.nbytes, name)
             scales.seek(0)
             shutil.copyfileobj(scales, file)
-        self.measured[name] = error / norm if norm else error
+        if math.isfinite(error):
+            self.measured[name] = error / norm if norm else error
+
+    def bad_blocks(self, name: str) -> int:
+        """Blocks of the finished target that are NaN."""
+        stored = replace(self.header, path=self.target)
+        scale, code = self.header.entries[f"{name}.scale"], self.options.format.scale_code
+        pieces = (
+            stored.read_bytes(scale.name, start, min(start + CHUNK_BYTES, scale.nbytes))
+            for start in range(0, scale.nbytes, CHUNK_BYTES)
+        )
+        return sum(int(code.is_nan(piece).sum()) for piece in pieces)
 
     def _write_copy(self, name: str, file: BinaryIO, progress: Report) -> None:
         nbytes = self.source.entries[name].nbytes
@@ -320,6 +341,7 @@ def quantize_checkpoint(
     exclude: Sequence[str] | None = None,
     rotation: int = 0,
     overwrite: bool = False,
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
     """Quantize the weights of a safetensors checkpoint, in memory that does not grow with it.
@@ -337,6 +359,8 @@ def quantize_checkpoint(
     exclude : patterns of names that are left as they are even if included; None is DEFAULT_EXCLUDE.
     overwrite : write all of dst anew; without it what an earlier run left there is kept, and what another source (its
         size and time of change count) or other options left is an error.
+    strict : raise at the first tensor to quantize that holds NaN or Inf; without it those blocks become NaN, and the
+        Summary counts them.
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
 
     The blocks lie along the last dimension, which must be the one that the product sums over: (..., N, K). Some models
@@ -345,8 +369,8 @@ def quantize_checkpoint(
     Raises
     ------
     StorageError for a source that is damaged, incomplete or quantized already, for one without a tensor to quantize,
-    and for a dst that lies inside src or holds other files. ValueError for an unknown format, rule or rotation. On any
-    error, and when killed, an unfinished file has the name *.partial and none other.
+    for a dst that lies inside src or holds other files, and with `strict` for NaN and Inf. ValueError for an unknown
+    format, rule or rotation. On any error, and when killed, an unfinished file has the name *.partial and none other.
     """
     src, dst = Path(src), Path(dst)
     format = as_format(format)
@@ -363,7 +387,7 @@ def quantize_checkpoint(
     if src.resolve() in (dst.resolve(), *dst.resolve().parents):
         raise StorageError(f"quantize: the output {dst} is the source {src} or lies inside it; name another place")
     index = _index(src) if src.is_dir() else None
-    shards = [_Shard(read_header(path), target, options, {}) for path, target in _files(src, dst, index)]
+    shards = [_Shard(read_header(path), target, options, strict, {}) for path, target in _files(src, dst, index)]
     _check_source(src, shards, index)
     _check_target(dst, shards, index, overwrite)
 
@@ -381,12 +405,15 @@ def quantize_checkpoint(
     for shard in shards:
         if shard not in reused:
             shard.write(report, overwrite)
+    quantized = tuple(_summarised(shard, name) for shard in shards for name in shard.planned)
+    if strict and (bad := [tensor.name for tensor in quantized if tensor.bad_blocks]):
+        raise StorageError(f"quantize: {src}: {', '.join(bad)} held NaN or Inf when an earlier run wrote them (strict)")
     left_out = _write_folder(src, dst, shards, index) if src.is_dir() else []
     return Summary(
         format.name,
         rule,
         rotation,
-        tuple(_summarised(shard, name) for shard in shards for name in shard.planned),
+        quantized,
         tuple(SkippedTensor(*item) for shard in shards for item in shard.skipped.items()),
         sum(entry.nbytes for shard in shards for entry in shard.source.entries.values()),
         sum(shard.bytes_after for shard in shards),
@@ -398,7 +425,8 @@ def quantize_checkpoint(
 def _summarised(shard: _Shard, name: str) -> QuantizedTensor:
     entry, after = shard.source.entries[name], shard.header.entries
     bytes_after = sum(after[stored].nbytes for stored in parts(name, shard.planned[name]))
-    return QuantizedTensor(name, entry.shape, entry.nbytes, bytes_after, shard.measured.get(name))
+    mse, bad = shard.measured.get(name), shard.bad_blocks(name)
+    return QuantizedTensor(name, entry.shape, entry.nbytes, bytes_after, mse, bad)
 
 
 def _index(folder: Path) -> Path | None:
@@ -407,17 +435,6 @@ def _index(folder: Path) -> Path | None:
     if len(found) > 1:
         raise StorageError(f"{folder}: more than one index: {', '.join(path.name for path in found)}")
     return found[0] if found else None
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index has it."""
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        if not all(Path(name).name == name for name in weight_map.values()):
-            raise ValueError("a shard is not a plain file name")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{index}: not an index of shards ({error!r})") from error
-    return weight_map
 
 
 def _files(src: Path, dst: Path, index: Path | None) -> list[tuple[Path, Path]]:
@@ -429,7 +446,7 @@ def _files(src: Path, dst: Path, index: Path | None) -> list[tuple[Path, Path]]:
     if dst.exists() and not dst.is_dir():
         raise StorageError(f"quantize: the source {src} is a folder, so the output is one; {dst} is a file")
     if index:
-        names = sorted(set(_weight_map(index).values()))
+        names = sorted(set(weight_map(index).values()))
     else:
         names = sorted(path.name for path in src.glob("*.safetensors"))
         if len(names) != 1:
@@ -444,12 +461,13 @@ def _files(src: Path, dst: Path, index: Path | None) -> list[tuple[Path, Path]]:
 def _check_source(src: Path, shards: list[_Shard], index: Path | None) -> None:
     """Raise unless the source is whole, not quantized yet, and has something to quantize."""
     stored = {shard.source.path.name: shard.source.entries for shard in shards}
-    lost = [name for name, file in (_weight_map(index) if index else {}).items() if name not in stored[file]]
+    lost = [name for name, file in (weight_map(index) if index else {}).items() if name not in stored[file]]
     if lost:
         raise StorageError(f"{index}: tensors that are not in their shards: {', '.join(lost)}")
     config = src / "config.json"
-    if config.is_file() and (method := json.loads(config.read_text()).get("quantization_config")):
-        raise StorageError(f"{src}: quantized already, by {method.get('quant_method')!r}; need plain weights")
+    if config.is_file() and (quantization := read_json(config).get("quantization_config")):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise StorageError(f"{src}: quantized already, by {method!r}; need plain weights")
     for shard in shards:
         if METADATA_KEY in shard.source.metadata:
             raise StorageError(f"{shard.source.path}: quantized already, by nibblas; need plain weights")
@@ -519,14 +537,16 @@ def _write_folder(src: Path, dst: Path, shards: list[_Shard], index: Path | None
         with open(path, "rb") as source, atomic_file(dst / name) as target:
             shutil.copyfileobj(source, target)
     if index:
-        content = json.loads(index.read_text())
-        weight_map = {name: shard.target.name for shard in shards for name in shard.header.entries}
-        content["metadata"] = {**content.get("metadata", {}), "total_size": sum(shard.bytes_after for shard in shards)}
-        _write_json(dst / index.name, {**content, "weight_map": dict(sorted(weight_map.items()))})
+        content = read_json(index)
+        files = {name: shard.target.name for shard in shards for name in shard.header.entries}
+        known = content.get("metadata")
+        metadata = dict(known) if isinstance(known, dict) else {}
+        metadata["total_size"] = sum(shard.bytes_after for shard in shards)
+        _write_json(dst / index.name, {**content, "metadata": metadata, "weight_map": dict(sorted(files.items()))})
     config = src / "config.json"
     if config.is_file():
         quantization_config = {"quant_method": "nibblas", **shards[0].options.as_dict()}
-        content = {**json.loads(config.read_text()), "quantization_config": quantization_config}
+        content = {**read_json(config), "quantization_config": quantization_config}
         _write_json(dst / "config.json", content)
     return left_out
 
