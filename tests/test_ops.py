@@ -15,6 +15,7 @@ import nibblas as nb
 from nibblas import reference
 from nibblas.formats import FORMATS
 from nibblas.operators import as_arguments
+from nibblas.problem import Problem
 from nibblas.quantize import quantize
 
 
@@ -380,6 +381,30 @@ def test_compile_without_a_break(format):
     for M in (1, 5, 128, 129):
         x = torch.randn(M, 64)
         torch.testing.assert_close(compiled(x), layers(x))
+
+
+def test_products_of_the_largest_scales():
+    # 6 * 2^127 is no fp32 number; times 2^-120 it is one, and so is a sum of them.
+    data, scale = torch.full((3, 64), 0x77, dtype=torch.uint8), torch.full((3, 4), 254, dtype=torch.uint8)
+    w = nb.ScaledTensor(data, scale, nb.MXFP4)
+    for kernel in (None, "torch_linear"):
+        assert nb.linear(torch.full((2, 128), 2.0**-120), w, kernel=kernel).eq(128 * 6 * 2.0**7).all()
+    least = nb.ScaledTensor(torch.full((2, 64), 0x11, dtype=torch.uint8), torch.zeros_like(scale[:2]), nb.MXFP4)
+    for kernel in (None, "torch_linear"):
+        assert nb.linear(least, w, kernel=kernel, out_dtype=torch.float32).eq(128 * 3).all()
+        assert nb.linear(torch.full((2, 128), 2.0**20), least, kernel=kernel).eq(2.0**-101).all()
+
+
+def test_bytes_of_a_problem():
+    once = Problem("linear", M=2, N=64, K=32, b="mxfp4").bytes
+    weight = 64 * 32 * 4.25 / 8
+    assert once == 2 * 2 * (64 + 32) + weight
+    assert Problem("linear", M=2, N=64, K=32, b="mxfp4", G=4).bytes == once
+    assert Problem("gated_linear", M=2, N=64, K=32, b="mxfp4").bytes == once + weight
+    assert Problem("linear", M=2, N=64, K=32, b="mxfp4", L=3).bytes == 3 * once
+    for G, read in [(1, 1), (2, 2), (128, 2)]:
+        assert Problem("grouped_linear", M=2, N=64, K=32, b="mxfp4", G=G).bytes == once + (read - 1) * weight
+    assert Problem("grouped_linear", M=0, N=64, K=32, b="mxfp4", G=4).bytes == 0
 
 
 def refused(kind, match, run):

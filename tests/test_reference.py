@@ -316,6 +316,15 @@ def test_grouped_is_a_loop(layout):
     torch.testing.assert_close(dense, loop, rtol=1e-13, atol=1e-14)
 
 
+def test_rows_of_no_group_are_zero():
+    x, w = torch.randn(6, 64, generator=rng()), random_codes((2, 5, 64), NVFP4, rng(1))
+    bias = torch.ones(2, 5)
+    y = reference.grouped_linear(x, w, torch.tensor([1, 3, 4]), bias)
+    assert torch.equal(y[1:4], reference.grouped_linear(x[1:4], w, torch.tensor([0, 2, 3]), bias))
+    assert y[[0, 4, 5]].eq(0).all()
+    assert reference.grouped_linear(x, torch.ones(0, 5, 64), torch.tensor([3])).eq(0).all()
+
+
 def test_grouped_matmul_takes_shapes_of_their_own():
     pairs = [((1, 32), (4, 32)), ((5, 64), (2, 64)), ((0, 32), (3, 32))]
     a, b = ([random_codes(pair[i], NVFP4, rng(i)) for pair in pairs] for i in (0, 1))
@@ -383,9 +392,9 @@ def test_magnitude_is_the_size_of_a_sum_of_random_signs():
         (lambda: reference.linear(torch.ones(3), torch.ones(2, 3), torch.ones(1)), r"bias is \(1,\), need \(..., 2\)"),
         (lambda: reference.grouped_linear(torch.ones(4, 3), torch.ones(2, 3), torch.tensor([0, 4])), "need .*G, N, K"),
         (lambda: grouped([0, 4]), r"offsets are \[0, 4\], need 3 numbers"),
-        (lambda: grouped([0, 2, 3]), "rise from 0 to 4"),
-        (lambda: grouped([1, 2, 4]), "rise from 0 to 4"),
-        (lambda: grouped([0, 5, 4]), "rise from 0 to 4"),
+        (lambda: grouped([0, 2, 5]), "rise within 0..4"),
+        (lambda: grouped([-1, 2, 4]), "rise within 0..4"),
+        (lambda: grouped([0, 3, 2]), "rise within 0..4"),
         (lambda: grouped([0, 1, 4], bias=torch.ones(5)), r"bias is \(5,\), need \(2, 5\)"),
         (lambda: moe_ids([[0], [2]]), "expert_ids reach from 0 to 2, need -1 to 1"),
         (lambda: moe_ids([[-2], [0]]), "expert_ids reach from -2"),

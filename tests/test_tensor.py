@@ -1,8 +1,11 @@
 """ScaledTensor: what it refuses, what it shares, and that slicing and stacking commute with dequantizing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from nibblas import storage
 from nibblas.formats import MXFP4, NVFP4, pack
@@ -51,6 +54,22 @@ def assert_same_values(a: Tensor, b: Tensor):
         ((u8(4, 8), u8(4, 1), NVFP4, None, BLOCKED_128x4), ValueError, r"BLOCKED_128x4 needs \(128, 4\)"),
         ((u8(4, 8), u8(128, 4), NVFP4), ValueError, r"LINEAR needs \(4, 1\)"),
         ((u8(16), u8(3), NVFP4), ValueError, r"scale has shape \(3,\)"),
+        (([1], u8(4, 1), NVFP4), TypeError, "data is a list"),
+        ((u8(4, 8), None, NVFP4), TypeError, "scale is a NoneType"),
+        ((u8(4, 8), u8(4, 1), NVFP4, 0.5), TypeError, "global_scale is a float"),
+        ((u8(4, 8), u8(4, 1), "nvfp4"), TypeError, r"format is 'nvfp4', need a Format \(from_parts takes names\)"),
+        ((u8(4, 8), u8(4, 1), NVFP4, None, "LINEAR"), TypeError, r"layouts are 'LINEAR', LINEAR, need Layouts"),
+        (
+            (u8(4, 8), u8(4, 1), NVFP4, None, LINEAR, LINEAR, "floor"),
+            ValueError,
+            "scale_rule 'floor' is unknown; nvfp4",
+        ),
+        (
+            (u8(4, 48), u8(4, 6), NVFP4, None, LINEAR, LINEAR, None, 48),
+            ValueError,
+            "rotation 48 of K = 96, need 0 or a",
+        ),
+        ((u8(4, 48), u8(4, 6), NVFP4, None, LINEAR, LINEAR, None, 64), ValueError, "rotation 64 of K = 96"),
         ((u8(16), u8(2), NVFP4, None, BLOCKED_128x4), ValueError, "one dimension has LINEAR layouts only"),
         ((u8(16), u8(2), NVFP4, None, LINEAR, SHUFFLED_16x16), ValueError, "one dimension has LINEAR layouts only"),
         ((u8(16), u8(2), NVFP4, None, LINEAR, LINEAR, None, 0, (5, 32)), ValueError, "and no matrix"),
@@ -224,12 +243,51 @@ def test_index(layout, data_layout):
     assert_same_values(dequantize(t[1]), values[1])
     assert_same_values(dequantize(t[1][-1]), values[1, -1])
     assert t[1][0].global_scale.shape == ()
-    with pytest.raises(IndexError, match="no batch dimension"):
+    with pytest.raises(TypeError, match="no batch dimension to index; use slice"):
         t[0][0][0]
     one = drawn(NVFP4, 3, 4, 32, global_scale=torch.tensor(0.5))
     assert_same_values(dequantize(one[2]), dequantize(one)[2])
     with pytest.raises(IndexError):
         one[3]
+    for index in (slice(0, 1), (0, 1), ..., None, torch.tensor([True, False]), "0", 1.0):
+        with pytest.raises(TypeError, match=r"ScaledTensor: index is .* need an int; use slice for ranges"):
+            t[index]
+
+
+def test_iteration():
+    t = drawn(NVFP4, 2, 4, 32).with_layout(BLOCKED_128x4)
+    for got, want in zip(list(t), dequantize(t), strict=True):
+        assert_same_values(dequantize(got), want)
+    assert list(drawn(MXFP4, 0, 4, 32)) == []
+    with pytest.raises(TypeError, match="no batch dimension"):
+        list(t[0])
+
+
+def test_layouts_of_another_kind_are_refused():
+    t = drawn(NVFP4, 16, 128)
+    for layouts, message in [
+        ((None, "FRAGMENTS_MXFP4"), "FRAGMENTS_MXFP4 is of mxfp4, the tensor is nvfp4"),
+        (("FRAGMENT_SCALES_MXFP4", None), "FRAGMENT_SCALES_MXFP4 is of mxfp4, the tensor is nvfp4"),
+        (("FRAGMENTS_NVFP4", None), "FRAGMENTS_NVFP4 can't hold scales"),
+        ((None, "FRAGMENT_SCALES_NVFP4"), "or FRAGMENT_SCALES_NVFP4 codes"),
+    ]:
+        with pytest.raises(ValueError, match=f"with_layout: .*{message}"):
+            t.with_layout(*layouts)
+    stored = t.with_layout("FRAGMENT_SCALES_NVFP4", "FRAGMENTS_NVFP4")
+    with pytest.raises(ValueError, match="ScaledTensor: FRAGMENT_SCALES_NVFP4 is of nvfp4, the tensor is mxfp4"):
+        replace(stored, format=MXFP4, global_scale=None, scale_rule=None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_a_layout_stores_matrices(layout):
+    with pytest.raises(ValueError, match=f"{layout}: the matrix has shape \\(128,\\), need"):
+        layout.to(u8(128))
+
+
+def test_offsets_are_those_of_elements():
+    for row, col in [(0, 9), (0, 4), (0, -1), (-1, 0)]:
+        with pytest.raises(IndexError, match=f"BLOCKED_128x4: no element \\({row}, {col}\\) in a matrix of 4 columns"):
+            BLOCKED_128x4.offset(row, col, cols=4)
 
 
 def test_flatten_rows():
@@ -283,6 +341,12 @@ def test_stack_errors(other):
 def test_stack_of_nothing():
     with pytest.raises(ValueError, match="stack: the list is empty"):
         stack([])
+    with pytest.raises(TypeError, match="stack: the list has a int"):
+        stack([1])
+    t = drawn(MXFP4, 4, 32)
+    with pytest.raises(ValueError, match="rotation and device must agree"):
+        stack([t, t.to("meta")])
+    assert stack(m for m in (t, t)).shape == (2, 4, 32)
 
 
 def test_to():
@@ -309,6 +373,9 @@ def test_repr():
     )
     assert "global_scale=(one a matrix)" in repr(drawn(NVFP4, 3, 4, 32))
     assert repr(ScaledTensor(u8(4, 16), u8(4, 1), MXFP4).to("meta")).endswith("device=meta)")
+    assert repr(t.to("meta")).endswith("global_scale=(no value), scale_rule='absmax', rotation=32, device=meta)")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert "global_scale=(no value)" in repr(replace(t, global_scale=torch.ones(())))
 
 
 @FORMATS

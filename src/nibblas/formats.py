@@ -17,6 +17,8 @@ E2M1_MAX = 6.0
 E2M1_VALUES = E2M1_MAGNITUDES + tuple(-value for value in E2M1_MAGNITUDES)  # index is the code; code 8 is -0.0
 # Halfway points between neighbours, and whether the code below a midpoint is even (then the tie goes down).
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+# Sizes of the block Hadamard rotation that values may go through before they are quantized.
+ROTATIONS = (16, 32, 64, 128)
 
 
 def _e2m1_table(device: torch.device) -> Tensor:

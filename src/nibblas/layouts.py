@@ -48,6 +48,8 @@ class TiledLayout:
 
     def offset(self, row: int, col: int, *, cols: int) -> int:
         """Where element (row, col) of a matrix with `cols` columns lies, in bytes from its start."""
+        if row < 0 or not 0 <= col < cols:
+            raise IndexError(f"{self}: no element ({row}, {col}) in a matrix of {cols} columns")
         tile_rows, tile_cols = self.tile
         tiles_across = -(-cols // tile_cols)
         tile_index = (row // tile_rows) * tiles_across + col // tile_cols
@@ -60,6 +62,7 @@ class TiledLayout:
 
     def to(self, matrix: Tensor) -> Tensor:
         """Store a plain matrix in this layout: (..., rows, cols) -> (..., padded rows, padded cols)."""
+        _check_matrix(self, matrix)
         if self == LINEAR:
             return matrix
         batch, (rows, cols) = matrix.shape[:-2], matrix.shape[-2:]
@@ -74,11 +77,7 @@ class TiledLayout:
 
     def from_(self, stored: Tensor, rows: int, cols: int) -> Tensor:
         """The plain (..., rows, cols) matrix of one stored in this layout; the inverse of `to`."""
-        if stored.shape[-2:] != self.shape(rows, cols):
-            raise ValueError(
-                f"{self.name}: a ({rows}, {cols}) matrix is stored as {self.shape(rows, cols)}, "
-                f"got {tuple(stored.shape[-2:])}"
-            )
+        _check_stored(self, stored, rows, cols)
         if self == LINEAR:
             return stored
         batch = stored.shape[:-2]
@@ -135,6 +134,7 @@ class FragmentCodes:
 
     def to(self, matrix: Tensor) -> Tensor:
         """Store packed codes: (..., rows, cols) uint8 -> (..., padded rows, padded cols) uint8."""
+        _check_matrix(self, matrix)
         padded = _pad(matrix, self.shape(*matrix.shape[-2:]))
         *batch, rows, cols = padded.shape
         codes = unpack(padded).reshape(*batch, rows // 16, 2, 8, cols // 64, *self._digits)
@@ -199,6 +199,7 @@ class FragmentScales:
 
     def to(self, matrix: Tensor) -> Tensor:
         """Store scale codes: (..., rows, cols) uint8 -> (..., *shape) uint8; ValueError for a negative e4m3 scale."""
+        _check_matrix(self, matrix)
         rows, cols = matrix.shape[-2:]
         padded_rows, padded_cols = self.shape(rows, cols)
         *batch, _, _ = matrix.shape
@@ -279,6 +280,11 @@ def _pad(matrix: Tensor, shape: tuple[int, int]) -> Tensor:
 def _rotate_left(words: Tensor, n: int) -> Tensor:
     """32-bit words held in int64."""
     return (words << n | words >> 32 - n) & 0xFFFFFFFF
+
+
+def _check_matrix(layout: "Layout", matrix: Tensor) -> None:
+    if matrix.ndim < 2:
+        raise ValueError(f"{layout}: the matrix has shape {tuple(matrix.shape)}, need (..., rows, cols)")
 
 
 def _check_stored(layout: "Layout", stored: Tensor, rows: int, cols: int) -> None:

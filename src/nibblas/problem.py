@@ -64,14 +64,16 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """The least traffic: every operand read once and the result written once."""
+        """The least traffic: every operand read once (of G weights those that can have rows), the result written once."""
         if self.op == "quantize":
             return round(self.L * self.M * self.K * (bits(self.a) + bits(self.b)) / 8)
-        weights = self.G * self.L * (2 if self.op == "gated_linear" else 1)
-        elements = {self.a: self.L * self.M * self.K}
-        total = elements[self.a] * bits(self.a)
+        weights = self.L
+        if self.op == "grouped_linear":
+            weights = min(self.G, self.M)
+        elif self.op == "gated_linear":
+            weights *= 2
+        total = self.L * self.M * (self.K * bits(self.a) + self.N * bits(self.out))
         total += weights * self.N * self.K * bits(self.b)
-        total += self.L * self.M * self.N * bits(self.out)
         return round(total / 8)
 
     def as_dict(self) -> dict:

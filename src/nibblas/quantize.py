@@ -17,6 +17,7 @@ from nibblas.formats import (
     E8M0,
     MXFP4,
     NVFP4,
+    ROTATIONS,
     Format,
     as_format,
     e2m1_decode,
@@ -28,7 +29,6 @@ from nibblas.formats import (
 from nibblas.tensor import ScaledTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROTATIONS = (16, 32, 64, 128)
 # The NVFP4 block scale that the block with the largest magnitude of the tensor gets. Rules that may raise a block's
 # scale above block_amax / 6 leave room for it: 256 * 1.5 = 384 is a code, and 448 / 256 is more than 1.5.
 TOP_SCALE = {"absmax": 448.0, "four_over_six": 256.0, "search": 256.0}

@@ -1,12 +1,14 @@
 """ScaledTensor: a block-scaled FP4 tensor as a plain container."""
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nibblas.formats import Format, as_format
-from nibblas.layouts import LINEAR, Layout, as_layout
+from nibblas.formats import ROTATIONS, Format, as_format
+from nibblas.layouts import LINEAR, FragmentCodes, FragmentScales, Layout, TiledLayout, as_layout
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,12 +26,12 @@ class ScaledTensor:
     global_scale : fp32, () for the whole tensor or one value a matrix (shape[:-2]); None means exactly 1.
     layout, data_layout : how the last two dimensions of scale and data lie in memory.
     scale_rule : the rule the scales were made by, where known.
-    rotation : size of the block Hadamard rotation along K that the values went through, 0 for none.
+    rotation : size of the block Hadamard rotation along K that the values went through, of ROTATIONS; 0 for none.
     matrix : (N, K) where data_layout pads them; read off data otherwise.
 
     Raises
     ------
-    TypeError for wrong dtypes, ValueError for shapes or devices that don't fit together.
+    TypeError for wrong types, ValueError for shapes, layouts, facts or devices that don't fit together.
     """
 
     data: Tensor
@@ -44,6 +46,12 @@ class ScaledTensor:
 
     def __post_init__(self):
         op = "ScaledTensor"
+        for name in ("data", "scale", "global_scale"):
+            part = getattr(self, name)
+            if not isinstance(part, Tensor) and (part is not None or name != "global_scale"):
+                raise TypeError(f"{op}: {name} is a {type(part).__name__}, need a Tensor")
+        if not isinstance(self.format, Format):
+            raise TypeError(f"{op}: format is {self.format!r}, need a Format (from_parts takes names)")
         if self.data.dtype != torch.uint8 or self.scale.dtype != torch.uint8:
             raise TypeError(
                 f"{op}: data is {self.data.dtype} and scale is {self.scale.dtype}, need torch.uint8 storage "
@@ -52,6 +60,15 @@ class ScaledTensor:
         if self.data.ndim < 1:
             raise ValueError(f"{op}: data has no dimension, need (..., K/2)")
         self.format.check_K(op, self.K)
+        _check_layouts(op, self.format, self.layout, self.data_layout)
+        if self.scale_rule is not None and self.scale_rule not in self.format.scale_rules:
+            rules = ", ".join(self.format.scale_rules)
+            raise ValueError(f"{op}: scale_rule {self.scale_rule!r} is unknown; {self.format} has {rules}")
+        if self.rotation and (self.rotation not in ROTATIONS or self.K % self.rotation):
+            sizes = ", ".join(map(str, ROTATIONS))
+            raise ValueError(
+                f"{op}: rotation {self.rotation!r} of K = {self.K}, need 0 or a divisor of K among {sizes}"
+            )
         blocks = self.K // self.format.block_size
         if self.data.ndim == 1:
             if self.layout != LINEAR or self.data_layout != LINEAR or self.matrix is not None:
@@ -182,6 +199,7 @@ class ScaledTensor:
         data_layout = self.data_layout if data_layout is None else as_layout(data_layout)
         if (layout, data_layout) == (self.layout, self.data_layout):
             return self
+        _check_layouts("with_layout", self.format, layout, data_layout)
         data, scale, codes = self.data, self.scale, self.linear_data
         recoded = codes
         if layout != self.layout:
@@ -228,9 +246,13 @@ class ScaledTensor:
         return plain.with_layout(self.layout, self.data_layout)
 
     def __getitem__(self, index: int) -> "ScaledTensor":
-        """One entry of the first batch dimension, views where the layouts allow: (L, ..., N, K) -> (..., N, K)."""
+        """One entry of the first batch dimension, a view: (L, ..., N, K) -> (..., N, K); `slice` takes ranges."""
         if self.ndim < 3:
-            raise IndexError(f"ScaledTensor of shape {tuple(self.shape)} has no batch dimension to index")
+            raise TypeError(f"ScaledTensor of shape {tuple(self.shape)} has no batch dimension to index; use slice")
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(f"ScaledTensor: index is {index!r}, need an int; use slice for ranges") from None
         one = self.global_scale is None or self.global_scale.ndim == 0
         global_scale = self.global_scale if one else self.global_scale[index]  # type: ignore[index]
         return replace(self, data=self.data[index], scale=self.scale[index], global_scale=global_scale)
@@ -269,29 +291,51 @@ class ScaledTensor:
         if self.data_layout != LINEAR:
             parts.append(f"data_layout={self.data_layout}")
         if self.global_scale is not None:
-            one = self.global_scale.ndim == 0
-            parts.append(f"global_scale={self.global_scale.item():.6g}" if one else "global_scale=(one a matrix)")
+            parts.append(f"global_scale={_one_number(self.global_scale)}")
         parts += [f"scale_rule={self.scale_rule!r}"] if self.scale_rule else []
         parts += [f"rotation={self.rotation}"] if self.rotation else []
         parts += [f"device={self.device}"] if self.device.type != "cpu" else []
         return f"ScaledTensor({', '.join(parts)})"
 
 
-def stack(tensors: list[ScaledTensor]) -> ScaledTensor:
+def _check_layouts(op: str, format: Format, layout: Layout, data_layout: Layout) -> None:
+    if not isinstance(layout, Layout) or not isinstance(data_layout, Layout):
+        raise TypeError(f"{op}: layouts are {layout!r}, {data_layout!r}, need Layouts (from_parts takes names)")
+    if isinstance(layout, FragmentCodes) or isinstance(data_layout, FragmentScales):
+        raise ValueError(f"{op}: {layout} can't hold scales, or {data_layout} codes")
+    for fragments in (layout, data_layout):
+        if not isinstance(fragments, TiledLayout) and fragments.format != format:
+            raise ValueError(f"{op}: {fragments} is of {fragments.format}, the tensor is {format}")
+
+
+def _one_number(global_scale: Tensor) -> str:
+    if global_scale.ndim:
+        return "(one a matrix)"
+    try:
+        return f"{global_scale.item():.6g}"
+    except RuntimeError:  # on meta, or while something traces
+        return "(no value)"
+
+
+def stack(tensors: Iterable[ScaledTensor]) -> ScaledTensor:
     """Matrices of one format, shape and layout as one tensor with a new first dimension, each with its global_scale.
 
     [(N, K), ...] G of them -> (G, N, K).
     """
+    tensors = list(tensors)
     if not tensors:
         raise ValueError("stack: the list is empty, need at least one ScaledTensor")
+    for t in tensors:
+        if not isinstance(t, ScaledTensor):
+            raise TypeError(f"stack: the list has a {type(t).__name__}, need ScaledTensors")
     first = tensors[0]
 
     def facts(t: ScaledTensor) -> tuple:
-        return t.format, tuple(t.shape), t.layout, t.data_layout, t.rotation, t.global_scale is None
+        return t.format, tuple(t.shape), t.layout, t.data_layout, t.rotation, t.global_scale is None, t.device
 
     for t in tensors:
         if facts(t) != facts(first):
-            raise ValueError(f"stack: {t} does not fit {first}; format, shape, layouts and rotation must agree")
+            raise ValueError(f"stack: {t} does not fit {first}; format, shape, layouts, rotation and device must agree")
     global_scale = None
     if first.global_scale is not None:
         global_scale = torch.stack([t.global_scale.expand(t.data.shape[:-2]) for t in tensors])  # type: ignore[union-attr]

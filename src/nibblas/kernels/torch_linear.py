@@ -1,7 +1,8 @@
 """c = a @ b.T by decoding both operands with torch: right on every device, and what is left where nothing else runs.
 
 A quarter of codes times block scales is exact in fp32 (the whole of 6 * 2^127 is not); the product runs in fp32, is
-multiplied by the fours and the global scales, and takes the bias before it is narrowed. Bound by decoding b and by the fp32 rate; memory for b in fp32 is needed at every call.
+multiplied by the fours and the global scales, and takes the bias before it is narrowed. Bound by decoding b and by the
+fp32 rate; memory for b in fp32 is needed at every call.
 """
 
 import torch
