@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """The least traffic: every operand read once (of G weights those that can have rows), the result written once."""
+        """The least traffic: operands read once (of G weights those that can have rows), the result written once."""
         if self.op == "quantize":
             return round(self.L * self.M * self.K * (bits(self.a) + bits(self.b)) / 8)
         weights = self.L
