@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import nibblas
@@ -22,7 +22,7 @@ from nibblas.bench import doctor, probe, sweep
 from nibblas.kernels import kernels
 from nibblas.problem import OPS
 
-COMMANDS = ["doctor", "report", "quantize", "inspect", "explain", "bench"]
+COMMANDS = ["doctor", "report", "quantize", "inspect", "explain", "bench", "tune"]
 LINE = roofline.Roofline("a CPU", "cpu", 1, 1e10, {"fp32": 1e11, "bf16": 2e11}, "measured")
 
 
@@ -113,6 +113,15 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
         ["explain", "linear", "--M", "0"],
         ["explain", "linear", "--a", "int8"],
         ["explain", "linear", "--out", "nvfp4"],
+        ["explain", "linear", "--G", "4"],
+        ["explain", "gated_linear", "--G", "4"],
+        ["explain", "grouped_linear", "--L", "2"],
+        ["explain", "gated_linear", "--L", "2"],
+        ["explain", "linear", "--rule", "absmax"],
+        ["explain", "quantize", "--rule", "even"],
+        ["explain", "quantize", "--bias"],
+        ["explain", "quantize", "--batch-invariant"],
+        ["explain", "quantize", "--out", "bf16"],
         ["bench", "--kernels", "no_such_kernel"],
         ["bench", "--formats", "nvfp4,fp8"],
         ["bench", "--shapes", "64"],
@@ -194,6 +203,11 @@ def test_a_fault_of_our_own_is_called_one(run, monkeypatch):
     assert run("inspect", "file") == (1, "", "error: KeyError: 'oops' (a fault of nibblas: --debug shows where)\n")
 
 
+def test_python_m_nibblas():
+    done = subprocess.run([sys.executable, "-m", "nibblas", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"nibblas {nibblas.__version__}\n", "")
+
+
 def test_a_process_of_its_own(model, tmp_path):
     """Statuses and streams as a shell sees them; pipes get neither colours nor a progress bar."""
     out = tmp_path / "out.safetensors"
@@ -273,6 +287,32 @@ def test_quantize_json_has_everything(run, model, tmp_path):
     assert [t["name"] for t in found["quantized"]] == ["layers.0.up.weight", "layers.1.up.weight"]
     assert all(0 < t["relative_mse"] < 0.02 for t in found["quantized"])
     assert "layers.2.up.weight" in [t["name"] for t in found["skipped"]]
+
+
+def test_quantize_tells_of_nan(run, model, tmp_path):
+    tensors = load_file(model)
+    tensors["layers.1.up.weight"][2, 3], tensors["layers.1.up.weight"][5, 40] = torch.nan, torch.inf
+    save_file(tensors, model)
+    status, text, err = run("quantize", model, tmp_path / "out", "--overwrite")
+    assert status == 0
+    assert err == "warning: layers.1.up.weight: 2 blocks held NaN or Inf and are NaN now (--strict refuses)\n"
+    assert "nan" not in text.replace(str(tmp_path), "")
+    status, text, err = run("quantize", model, tmp_path / "out", "--overwrite", "--json")
+    assert status == 0
+    assert "2 blocks" in err
+    rows = {row["name"]: row for row in json.loads(text, parse_constant=pytest.fail)["quantized"]}
+    assert (rows["layers.1.up.weight"]["bad_blocks"], rows["layers.1.up.weight"]["relative_mse"]) == (2, None)
+    assert rows["layers.0.up.weight"]["bad_blocks"] == 0
+    status, text, err = run("quantize", model, tmp_path / "strict", "--strict")
+    assert (status, text) == (1, "")
+    assert "layers.1.up.weight holds NaN or Inf" in err
+    assert not (tmp_path / "strict").exists()
+
+
+def test_json_is_json(capsys):
+    cli._print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": -float("inf")}})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": ["nan", ["inf", 1.5]], "b": {"c": "-inf"}}
 
 
 def test_quantize_asks_before_it_replaces(run, model, tmp_path):
@@ -399,6 +439,19 @@ def test_bench_prints_and_keeps_its_evidence(run, quick):
     assert {m.problem.M for m in store.all()} == {1, 2}
     assert all(m.command.startswith("nibblas bench --shapes 64x128 --M") for m in store.all())
     assert run("explain", "linear", "1x64x128", "--threads", "1")[1].count("measured 20") >= 1
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(run, quick, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "file"))
+    evidence.store.cache_clear()
+    with pytest.warns(UserWarning, match="nothing is kept in .*file: Not a directory"):
+        status, text, err = run(*BENCH)
+    assert (status, err) == (0, "")
+    assert "torch_linear" in text
+    assert "measurements added" not in text
+    # What was measured serves this process all the same.
+    assert "measured 20" in run("explain", "linear", "1x64x128", "--threads", "1")[1]
 
 
 def test_tune_keeps_evidence_and_tells_what_it_changed(run, quick):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nibblas import dispatch
-from nibblas.dispatch import NoKernelError, choose, explain_problem, rank
+from nibblas.dispatch import NoKernelError, choose, explain_problem, in_words, rank
 from nibblas.evidence import Measurement, Store
 from nibblas.kernel import Kernel
 from nibblas.layouts import LINEAR, ROWS_16x1, ROWS_16x4
@@ -248,24 +248,24 @@ def test_explain_prints_every_kernel(setting):
     assert found.chosen is best
     assert str(found) == (
         "linear M=1 N=1024 K=1024 bf16 x nvfp4 -> bf16 on cpu\n"
-        f"floor {floor * 1e6:.1f} us (measured)\n"
-        f"> best     {2 * floor * 1e6:.1f} us, 50% of floor; measured 2026-01\n"
-        f"  near     {2.5 * floor * 1e6:.1f} us, 40% of floor; from linear M=2 N=1024 K=1024 "
+        f"floor {in_words(floor)} (bandwidth and rates measured)\n"
+        f"> best     {in_words(2 * floor):>6}  50% of floor  measured 2026-01\n"
+        f"  near     {in_words(2.5 * floor):>6}  40% of floor  from linear M=2 N=1024 K=1024 "
         "bf16 x nvfp4 -> bf16 on cpu (1.0 away), measured 2026-01\n"
-        "  by_cost  250.0 ms, 0% of floor; cost model\n"
-        "  gpu      no: runs on sm_90, this is cpu"
+        "  by_cost  250 ms   0% of floor  cost model\n"
+        "gpu can't: runs on sm_90, this is cpu"
     )
 
 
 def test_explain_names_no_floor_from_assumed_rates(setting):
     setting.kernels, setting.line = [made("kernel", 1e-4)], replace(LINE, source="assumed")
     text = str(explain_problem(PROBLEM, CPU))
-    assert "floor unknown: run `nibblas doctor`" in text
-    assert "of floor" not in text
+    assert "floor unknown: `nibblas doctor` measures" in text
+    assert "%" not in text
 
 
 def test_explain_where_nothing_can_run(setting):
     setting.kernels = [made("gpu", archs=("sm_90",))]
     found = explain_problem(PROBLEM, CPU)
     assert found.chosen is None
-    assert ">" not in str(found).splitlines()[2]
+    assert str(found).splitlines()[2:] == ["no kernel can run this", "gpu can't: runs on sm_90, this is cpu"]

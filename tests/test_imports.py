@@ -26,6 +26,7 @@ LEVELS = [
     {"checkpoint"},
     {"bench", "arena", "index"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

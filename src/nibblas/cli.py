@@ -130,7 +130,9 @@ def _console() -> Console:
 
 
 def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=1))
+    from nibblas.storage import to_json
+
+    print(to_json(data))
 
 
 @contextmanager
@@ -272,7 +274,12 @@ def quantize(
         typer.Option(help="Names to leave as they are. By default embeddings, heads, routers, norms. Can be repeated."),
     ] = None,
     rotation: Annotated[int, typer.Option(help="Rotate blocks of this size first: 16, 32, 64 or 128.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what other options left at OUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Write OUT anew, whatever an earlier run left there.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse weights with NaN or Inf; otherwise their blocks become NaN.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Quantize the weights of a checkpoint to 4 bits, in memory that does not grow with it.
@@ -298,8 +305,14 @@ def quantize(
             exclude=exclude,
             rotation=rotation,
             overwrite=overwrite,
+            strict=strict,
             progress=advance,
         )
+    for tensor in summary.quantized:
+        if tensor.bad_blocks:
+            _show_warning(
+                f"{tensor.name}: {tensor.bad_blocks} blocks held NaN or Inf and are NaN now (--strict refuses)"
+            )
     if as_json:
         _print_json(asdict(summary))
     else:
@@ -336,11 +349,11 @@ def explain(
     M: Annotated[int, typer.Option("--M", min=1, help="Rows of the activations.")] = 1,
     N: Annotated[int, typer.Option("--N", min=1, help="Rows of the weights.")] = 4096,
     K: Annotated[int, typer.Option("--K", min=1, help="What the product sums over.")] = 4096,
-    L: Annotated[int, typer.Option("--L", min=1, help="Products in a batch.")] = 1,
+    L: Annotated[int, typer.Option("--L", min=1, help="Products in a batch, of linear.")] = 1,
     G: Annotated[int, typer.Option("--G", min=1, help="Groups, of grouped_linear.")] = 1,
     a: Annotated[str, typer.Option(help="Activations: bf16, fp16, fp32, or a format.")] = "bf16",
     b: Annotated[str, typer.Option(help="Weights: nvfp4 or mxfp4. Of quantize, the result.")] = "nvfp4",
-    out: Annotated[str, typer.Option(help="Result: bf16, fp16 or fp32.")] = "bf16",
+    out: Annotated[str | None, typer.Option(help="Result: bf16 (default), fp16 or fp32; not of quantize.")] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
     rule: Annotated[str | None, typer.Option(help="Scale rule, of quantize.")] = None,
     batch_invariant: Annotated[
@@ -366,14 +379,28 @@ def explain(
         raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
     if sizes:
         M, N, K = _sizes(sizes, "MNK")
+    quantizes = op == "quantize"
+    unfit = {
+        "--L": L > 1 and op != "linear",
+        "--G": G > 1 and op != "grouped_linear",
+        "--out": out is not None and quantizes,
+        "--bias": bias and quantizes,
+        "--batch-invariant": batch_invariant and quantizes,
+        "--rule": rule is not None and not quantizes,
+    }
+    if any(unfit.values()):
+        raise typer.BadParameter(f"{op} has no {', '.join(name for name, is_unfit in unfit.items() if is_unfit)}")
     format = _format(b)
     format.check_K("explain", K)
     place = _device(device)
     a = a if a in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
-    if op == "quantize":
+    if quantizes:
         rule = rule or format.scale_rules[0]
+        if rule not in format.scale_rules:
+            raise typer.BadParameter(f"rule {rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
         problem = Problem(op, M, 0, K, a=a, b=format.name, out=format.name, rule=rule, arch=arch_of(place))
     else:
+        out = out or "bf16"
         if out not in DTYPES:
             raise typer.BadParameter(f"out {out!r} is unknown; there are {', '.join(DTYPES)}")
         problem = Problem(
@@ -448,15 +475,16 @@ def bench(
     if output:
         evidence.append(output, measurements)
     else:
-        output = evidence.store().add(measurements)
+        output = evidence.store().add(measurements)  # None, and a warning, where it can't be written
     if as_json:
         _print_json([result.as_dict() for result in results])
     else:
         console = _console()
         print_results(results, console)
-        console.print(
-            f"{len(measurements)} measurements added to {escape(str(output))}", highlight=False, soft_wrap=True
-        )
+        if output:
+            console.print(
+                f"{len(measurements)} measurements added to {escape(str(output))}", highlight=False, soft_wrap=True
+            )
     if any(result.wrong for result in results):
         raise typer.Exit(1)
 
@@ -624,35 +652,31 @@ def _explanations_as_dict(found: Sequence["Explanation"]) -> dict:
 
 
 def _print_explanations(found: Sequence["Explanation"], console: Console) -> None:
-    from nibblas.bench.sweep import in_words
+    from nibblas.dispatch import NONE_CAN, in_words
 
     first, rows = found[0], _rows(found)
     print_ = partial(console.print, highlight=False)
     print_(f"[bold]{first.problem}[/]")
-    named = first.floor_source != "assumed"
-    if named:
-        print_(f"floor {in_words(first.floor)} (bandwidth and rates {first.floor_source})")
-    else:
-        print_("floor unknown: `nibblas doctor` measures this device once")
+    print_(first.floor_in_words)
     table = _table("kernel", "weights in", "time", "of floor", "why", right=("time", "of floor"))
     table.columns[2].no_wrap = table.columns[3].no_wrap = True
     unable: list[str] = []
     for i, (problem, candidate) in enumerate(rows):
         kernel = candidate.kernel
         if candidate.why_not is not None:
-            unable.append(f"[dim]{kernel.name} can't: {escape(candidate.why_not)}[/]")
+            unable.append(f"[dim]{escape(candidate.refusal)}[/]")
             continue
         table.add_row(
             f"[bold]> {kernel.name}[/]" if i == 0 else f"  {kernel.name}",
             "any layout" if kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts)),
             in_words(candidate.seconds),
-            f"{first.floor / candidate.seconds:.0%}" if named else "?",
+            first.share(candidate),
             candidate.basis_in_words,
         )
     if len(rows) > len(unable):
         print_(table)
     else:
-        print_("[red]no kernel can run this[/]")
+        print_(f"[red]{NONE_CAN}[/]")
     for line in unable:
         print_(line)
 

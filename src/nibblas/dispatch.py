@@ -1,5 +1,6 @@
 """Choosing a kernel: what can run, what evidence says it takes, else what the cost model expects."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -35,6 +36,10 @@ class Candidate:
         return 0.0 if self.record is None else self.record.spread
 
     @property
+    def refusal(self) -> str:
+        return f"{self.kernel.name} can't: {self.why_not}"
+
+    @property
     def basis_in_words(self) -> str:
         if self.record is None:
             return "cost model"
@@ -52,26 +57,39 @@ class Explanation:
     chosen: Kernel | None
     candidates: tuple[Candidate, ...]
 
+    @property
+    def floor_in_words(self) -> str:
+        if self.floor_source == "assumed":
+            return "floor unknown: `nibblas doctor` measures this device once"
+        return f"floor {in_words(self.floor)} (bandwidth and rates {self.floor_source})"
+
+    def share(self, candidate: Candidate) -> str:
+        """How near to the floor a kernel should come; "?" where no floor is named."""
+        return "?" if self.floor_source == "assumed" else f"{self.floor / candidate.seconds:.0%}"
+
     def __str__(self) -> str:
-        named = self.floor_source != "assumed"
-        lines = [str(self.problem)]
-        if named:
-            lines.append(f"floor {_time(self.floor)} ({self.floor_source})")
-        else:
-            lines.append("floor unknown: run `nibblas doctor` once to measure this device")
-        width = max(len(c.kernel.name) for c in self.candidates)
-        for c in self.candidates:
-            mark = ">" if c.kernel is self.chosen else " "
-            if c.why_not is not None:
-                lines.append(f"{mark} {c.kernel.name:<{width}}  no: {c.why_not}")
-                continue
-            share = f", {self.floor / c.seconds:.0%} of floor" if named else ""
-            lines.append(f"{mark} {c.kernel.name:<{width}}  {_time(c.seconds)}{share}; {c.basis_in_words}")
-        return "\n".join(lines)
+        able = [c for c in self.candidates if c.why_not is None]
+        lines = [str(self.problem), self.floor_in_words]
+        if not able:
+            lines.append(NONE_CAN)
+        cells = [(c.kernel.name, in_words(c.seconds), f"{self.share(c)} of floor", c.basis_in_words) for c in able]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for candidate, (name, time, share, why) in zip(able, cells, strict=True):
+            mark = ">" if candidate.kernel is self.chosen else " "
+            lines.append(f"{mark} {name:<{widths[0]}}  {time:>{widths[1]}}  {share:>{widths[2]}}  {why}")
+        return "\n".join(lines + [c.refusal for c in self.candidates if c.why_not is not None])
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-2 else f"{seconds * 1e3:.1f} ms"
+NONE_CAN = "no kernel can run this"
+
+
+def in_words(seconds: float) -> str:
+    """A time of three digits or more, with its unit: "812 us", "3.20 ms"."""
+    for unit, scale in (("us", 1e6), ("ms", 1e3)):
+        if seconds * scale < 1000:
+            value = seconds * scale
+            return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f} {unit}"
+    return f"{seconds:.2f} s"
 
 
 def choose(problem: Problem, device: torch.device, kernel: str | None = None) -> Kernel:

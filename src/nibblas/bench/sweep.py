@@ -26,6 +26,7 @@ from nibblas.bench import probe
 from nibblas.bench.peers import PEERS, Product
 from nibblas.bench.timing import CPU, MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, quartiles
 from nibblas.bench.timing import torch_threads as with_threads
+from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
@@ -287,7 +288,11 @@ def draw(rows: int, K: int, format: Format, scale_bytes: tuple[int, int], genera
     first = low + (place * (high - low - spread + 1)).round().int()
     steps = torch.randint(spread, (rows, K // format.block_size), generator=generator)
     scale = (first[:, None] + steps).to(torch.uint8)
-    global_scale = torch.rand((), generator=generator).add_(0.5).div_(448) if format.has_global_scale else None
+    global_scale = (
+        torch.rand((), dtype=torch.float32, generator=generator).add_(0.5).div_(448)
+        if format.has_global_scale
+        else None
+    )
     return ScaledTensor(data, scale, format, global_scale)
 
 
@@ -511,12 +516,3 @@ def _cells(result: Result, timed: Timed) -> tuple[str, ...]:
         "" if timed.name == result.baseline else str(timed.against),
         "" if timed.error is None else f"{timed.error:.0e}",
     )
-
-
-def in_words(seconds: float) -> str:
-    """A time of three digits or more, with its unit: "812 us", "3.20 ms"."""
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds * scale < 1000:
-            value = seconds * scale
-            return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f} {unit}"
-    return f"{seconds:.2f} s"
