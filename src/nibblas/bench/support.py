@@ -37,10 +37,10 @@ def answers(kernel: Kernel, archs: tuple[str, ...], op: str, fp4: bool | None) -
     return fp4 is None or any((a == b) == fp4 for a, b in kernel.operands)
 
 
-def known(kernel: Kernel, archs: tuple[str, ...]) -> str:
-    """The timing level of the kernel on these architectures, from shipped evidence of any version of its source."""
+def known(kernel: Kernel, archs: tuple[str, ...], fp4: bool | None) -> str:
+    """The timing level of the kernel in this use, from shipped evidence of any version of its source."""
     records = [m for m in evidence.store().shipped_only() if m.kernel == kernel.name and m.problem.arch in archs]
-    return evidence.timing_level(records)
+    return evidence.timing_level(m for m in records if fp4 is None or (m.problem.a == m.problem.b) == fp4)
 
 
 def support_table() -> str:
@@ -51,7 +51,7 @@ def support_table() -> str:
         for op, fp4 in USES.values():
             found = [k for k in kernels() if answers(k, archs, op, fp4)]
             own = [k for k in found if k.archs] or found
-            cells.append("<br>".join(f"{k.name} ({known(k, archs)})" for k in own))
+            cells.append("<br>".join(f"{k.name} ({known(k, archs, fp4)})" for k in own))
         lines.append(f"| {device} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from nibblas.paths import cache_dir
+from nibblas.paths import cache_dir, writing_cache
 
 _lock = threading.Lock()
 _loaded: dict[tuple, int] = {}
@@ -35,9 +35,10 @@ def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
     path = cache_dir() / "cuda" / f"{arch}-{key[:40]}.cubin"
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # not there, or a cache that can't be used
         cubin = _compile(source, arch, options)
-    _write(path, cubin)
+    with writing_cache():
+        _write(path, cubin)
     return cubin
 
 
