@@ -9,7 +9,7 @@ from nibblas import dispatch
 from nibblas.dispatch import NoKernelError, choose, explain_problem, in_words, rank
 from nibblas.evidence import Measurement, Store
 from nibblas.kernel import Kernel
-from nibblas.layouts import LINEAR, ROWS_16x1, ROWS_16x4
+from nibblas.layouts import LINEAR, BLOCKED_128x4, ROWS_16x1, ROWS_16x4
 from nibblas.problem import Problem
 from nibblas.roofline import Roofline
 
@@ -269,3 +269,10 @@ def test_explain_where_nothing_can_run(setting):
     found = explain_problem(PROBLEM, CPU)
     assert found.chosen is None
     assert str(found).splitlines()[2:] == ["no kernel can run this", "gpu can't: runs on sm_90, this is cpu"]
+
+
+def test_weights_stay_linear_for_a_kernel_that_takes_any_layout(setting):
+    elsewhere = made("elsewhere", 0.1, archs=("sm_100",), b_layouts=((BLOCKED_128x4, LINEAR),))
+    anywhere = made("anywhere", 1.0, b_layouts=None)
+    setting.kernels = [elsewhere, anywhere]
+    assert dispatch.best_storage(PROBLEM, CPU) == (anywhere, (LINEAR, LINEAR))

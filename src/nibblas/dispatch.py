@@ -150,7 +150,7 @@ def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: 
 def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[Layout, Layout]]:
     """The kernel to expect most of where b may lie as it likes, and the (scale, data) layouts for that.
 
-    A kernel that decodes the weight is taken only where no other runs.
+    A kernel that decodes the weight is taken only where no other runs; LINEAR where the kernel does not care.
     """
     threads = threads_of(device)
     favourites = {c.kernel.b_layouts[0] for c in rank(problem, device, threads) if c.kernel.b_layouts}
@@ -160,8 +160,9 @@ def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[
         ranked = rank(replace(problem, b_layouts=names), device, threads)
         first = next((c for c in ranked if c.why_not is None and not c.kernel.decodes_weights), ranked[0])
         liked = first.kernel.b_layouts is None or first.kernel.b_layouts[0] == layouts
-        offers.append((first.kernel.decodes_weights, first.seconds, not liked, names, first.kernel, layouts))
-    *_, kernel, layouts = min(offers, key=lambda offer: offer[:4])
+        moved = layouts != (LINEAR, LINEAR)
+        offers.append((first.kernel.decodes_weights, first.seconds, not liked, moved, names, first.kernel, layouts))
+    *_, kernel, layouts = min(offers, key=lambda offer: offer[:5])
     return kernel, layouts
 
 
