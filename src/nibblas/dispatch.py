@@ -153,7 +153,7 @@ def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[
     A kernel that decodes the weight is taken only where no other runs; LINEAR where the kernel does not care.
     """
     threads = threads_of(device)
-    favourites = {c.kernel.b_layouts[0] for c in rank(problem, device, threads) if c.kernel.b_layouts}
+    favourites = {k.b_layouts[0] for k in kernels() if k.op == problem.op and k.b_layouts}
     offers = []
     for layouts in {(LINEAR, LINEAR), *favourites}:
         names = (layouts[0].name, layouts[1].name)

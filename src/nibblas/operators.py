@@ -63,13 +63,30 @@ def linear_problem(
     a: Operand, b: ScaledTensor, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
 ) -> Problem:
     """The Problem that a product of these operands poses: a ([L,] M, K), b ([L,] N, K)."""
-    *batch, N, K = b.shape
-    return _linear_problem(
+    return _product_problem(
+        "linear", a, b, bias, dtype, L=b.data.shape[0] if b.ndim == 3 else 1, batch_invariant=batch_invariant
+    )
+
+
+def _product_problem(
+    op: str,
+    a: Operand,
+    b: ScaledTensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    L: int = 1,
+    G: int = 1,
+    batch_invariant=False,
+) -> Problem:
+    *_, N, K = b.shape
+    return _problem(
+        op,
         a.shape[-2],
         N,
         K,
-        batch[0] if batch else 1,
-        operand_name(a, "linear"),
+        L,
+        G,
+        operand_name(a, op),
         b.format.name,
         DTYPE_NAMES[dtype],
         operand_layouts(a),
@@ -81,23 +98,10 @@ def linear_problem(
 
 
 @lru_cache(maxsize=4096)
-def _linear_problem(M, N, K, L, a, b, out, a_layouts, b_layouts, bias, batch_invariant, device) -> Problem:
+def _problem(op, M, N, K, L, G, a, b, out, a_layouts, b_layouts, bias, batch_invariant, device) -> Problem:
     """Problems are asked at every call, and are made once."""
-    return Problem(
-        "linear",
-        M,
-        N,
-        K,
-        L,
-        a=a,
-        b=b,
-        out=out,
-        a_layouts=a_layouts,
-        b_layouts=b_layouts,
-        bias=bias,
-        batch_invariant=batch_invariant,
-        arch=arch_of(device),
-    )
+    arch = arch_of(device)
+    return Problem(op, M, N, K, L, G, a, b, out, a_layouts, b_layouts, bias, "", batch_invariant, arch)
 
 
 def launch_linear(
@@ -133,20 +137,7 @@ def launch_grouped(
             )
     if not out.numel():
         return
-    problem = Problem(
-        op="grouped_linear",
-        M=x.shape[0],
-        N=w.shape[-2],
-        K=w.shape[-1],
-        G=w.shape[0],
-        a=operand_name(x, "grouped_linear"),
-        b=w.format.name,
-        out=DTYPE_NAMES[out.dtype],
-        a_layouts=operand_layouts(x),
-        b_layouts=operand_layouts(w),
-        bias=bias is not None,
-        arch=arch_of(w.device),
-    )
+    problem = _product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
     with _on(w.device):
         choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=_best_linear)
 
@@ -163,19 +154,7 @@ def launch_gated(
 ) -> None:
     if not out.numel():
         return
-    problem = Problem(
-        op="gated_linear",
-        M=x.shape[0],
-        N=w_up.shape[-2],
-        K=w_up.shape[-1],
-        a=operand_name(x, "gated_linear"),
-        b=w_up.format.name,
-        out=DTYPE_NAMES[out.dtype],
-        a_layouts=operand_layouts(x),
-        b_layouts=operand_layouts(w_up),
-        bias=bias_gate is not None,
-        arch=arch_of(w_up.device),
-    )
+    problem = _product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
     with _on(w_up.device):
         kernel = choose(problem, w_up.device, name)
         kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=_best_linear)
