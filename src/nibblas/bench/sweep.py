@@ -7,7 +7,7 @@ torch's bf16 and fp32 F.linear run interleaved, on weights that are out of the c
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -403,33 +403,56 @@ class _Run:
         self, right: dict[str, _Timeable], timed: Sequence[Timed], floor: float
     ) -> tuple[Measurement, ...]:
         plain = self.usual.problem(self.M)
-        where = f" --threads {self.line.threads}" if self.line.threads else f" --device {self.device.type}"
         activations = "fp4" if plain.a == plain.b else plain.a
         cold = all(rotation.is_cold for rotation in self.rotations(right))
-        calls = "graphs of launches" if self.device.type == "cuda" else "single calls"
-        when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(self.device)
-        return tuple(
-            Measurement(
-                kernel=right[t.name].kernel.name,
-                digest=right[t.name].kernel.digest,
-                problem=right[t.name].problem,
-                device=self.line.device,
-                threads=self.line.threads,
-                when=when,
-                command=f"nibblas bench --shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} "
-                f"--activations {activations}{where}",
-                method=f"{'cold weights' if cold else 'weights partly in the caches'}, {calls}, interleaved",
-                samples=t.samples,
-                floor=floor,
-                error=t.error,
-                hardened=self.hardened,
-                beside={other.name: other.median for other in timed if other is not t},
-                versions=versions(),
-                facts=facts,
-            )
-            for t in timed
-            if t.name in right
+        return measured(
+            timed,
+            {name: t.kernel for name, t in right.items()},
+            self.line,
+            self.device,
+            floor,
+            arguments=f"--shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} --activations {activations}",
+            caches="cold weights" if cold else "weights partly in the caches",
+            hardened=self.hardened,
         )
+
+
+def measured(
+    timed: Sequence[Timed],
+    kernels: Mapping[str, Kernel],
+    line: Roofline,
+    device: torch.device,
+    floor: float,
+    *,
+    arguments: str,
+    caches: str,
+    hardened: bool,
+) -> tuple[Measurement, ...]:
+    """A Measurement of each of our kernels in `timed`; `kernels` by Timed.name, `arguments` of the command."""
+    where = f"--threads {line.threads}" if line.threads else f"--device {device.type}"
+    calls = "graphs of launches" if device.type == "cuda" else "single calls"
+    when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(device)
+    return tuple(
+        Measurement(
+            kernel=kernels[t.name].name,
+            digest=kernels[t.name].digest,
+            problem=t.problem,
+            device=line.device,
+            threads=line.threads,
+            when=when,
+            command=f"nibblas bench {arguments} {where}",
+            method=f"{caches}, {calls}, interleaved",
+            samples=t.samples,
+            floor=floor,
+            error=t.error,
+            hardened=hardened,
+            beside={other.name: other.median for other in timed if other is not t},
+            versions=_versions(),
+            facts=facts,
+        )
+        for t in timed
+        if t.problem is not None
+    )
 
 
 def _launch(kernel: Kernel, a: Tensor | ScaledTensor, weights: Rotation[ScaledTensor], out: Tensor) -> None:
@@ -440,8 +463,7 @@ def _torch(x: Tensor, weights: Rotation[Tensor]) -> Tensor:
     return torch.nn.functional.linear(x, weights())
 
 
-def versions() -> dict[str, str]:
-    """What a Measurement says of the software."""
+def _versions() -> dict[str, str]:
     return {"nibblas": nibblas.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 

@@ -7,7 +7,6 @@ of the caches.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from functools import partial
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from nibblas import dispatch
 from nibblas.bench import probe
-from nibblas.bench.sweep import Result, Timed, named_kernels, rotation_of, versions
+from nibblas.bench.sweep import Result, Timed, measured, named_kernels, rotation_of
 from nibblas.bench.timing import CPU, Rotation, cold_bytes, interleaved, paired_ratio
 from nibblas.bench.timing import torch_threads as with_threads
-from nibblas.evidence import Measurement
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.problem import DTYPES, Problem, arch_of
@@ -121,29 +119,15 @@ def _result(
         for name, taken in samples.items()
     ]
     timed.sort(key=lambda t: t.median)
-    where = f" --threads {line.threads}" if line.threads else f" --device {device.type}"
-    measurements = tuple(
-        Measurement(
-            kernel=t.name,
-            digest=right[t.name].digest,
-            problem=problem,
-            device=line.device,
-            threads=line.threads,
-            when=datetime.now(UTC).isoformat(timespec="seconds"),
-            command=f"nibblas bench --op quantize --shapes {problem.M}x{problem.K} --formats {problem.b} "
-            f"--activations {problem.a}{where}",
-            method=f"{'cold input' if x.is_cold else 'input partly in the caches'}, "
-            f"{'graphs of launches' if device.type == 'cuda' else 'single calls'}, interleaved",
-            samples=t.samples,
-            floor=floor,
-            error=t.error,
-            hardened=True,
-            beside={other.name: other.median for other in timed if other is not t},
-            versions=versions(),
-            facts=probe.facts(device),
-        )
-        for t in timed
-        if t.name in right
+    measurements = measured(
+        timed,
+        right,
+        line,
+        device,
+        floor,
+        arguments=f"--op quantize --shapes {problem.M}x{problem.K} --formats {problem.b} --activations {problem.a}",
+        caches="cold input" if x.is_cold else "input partly in the caches",
+        hardened=True,
     )
     return Result(problem, line.device, line.threads, floor, tuple(timed), wrong, unable, measurements, COPY)
 
