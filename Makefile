@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-EXTRAS := report,dev$(if $(shell command -v nvidia-smi),$(shell echo ,gpu))
+EXTRAS := report,arena,index,dev$(if $(shell command -v nvidia-smi),$(shell echo ,gpu))
 
 .PHONY: demo test lint bench clean
 
