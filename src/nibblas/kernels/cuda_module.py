@@ -36,7 +36,7 @@ def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
     try:
         return path.read_bytes()
     except OSError:  # not there, or a cache that can't be used
-        cubin = _compile(source, arch, options)
+        cubin, _ = _compile(source, arch, options)
     with writing_cache():
         _write(path, cubin)
     return cubin
@@ -52,15 +52,19 @@ def _compiler_version() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def _compile(source: str, arch: str, options: tuple[str, ...]) -> bytes:
+def _compile(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """The cubin, and what the compiler said of it (with "--ptxas-options=--verbose": registers and spills)."""
     from cuda.bindings import nvrtc
+
+    def log() -> str:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        text = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, text)
+        return text.decode().rstrip("\0 ")
 
     def check(result, *values):
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            _, size = nvrtc.nvrtcGetProgramLogSize(program)
-            log = b" " * size
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(f"NVRTC failed ({result.name}) on a kernel of nibblas:\n{log.decode()}")
+            raise RuntimeError(f"NVRTC failed ({result.name}) on a kernel of nibblas:\n{log()}")
         return values[0] if values else None
 
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"nibblas.cu", 0, [], [])
@@ -70,7 +74,7 @@ def _compile(source: str, arch: str, options: tuple[str, ...]) -> bytes:
         size = check(*nvrtc.nvrtcGetCUBINSize(program))
         cubin = b" " * size
         check(*nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
+        return cubin, log()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
