@@ -1,0 +1,1 @@
+"""The arena: judges kernel submissions honestly, offline, on the machine at hand."""

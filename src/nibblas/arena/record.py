@@ -1,0 +1,333 @@
+"""The record of a run: what was judged, where, by which protocol, and everything that was seen.
+
+One JSON document a run. record.schema.json beside this file describes it field by field, and docs/arena.md shows the
+same as a table. A number that is not finite (a time that a submission claims, for instance) is written as null.
+"""
+
+import hashlib
+import json
+import math
+import types
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nibblas.paths import write_atomically
+
+SCHEMA = 1
+
+Mode = Literal["test", "benchmark", "leaderboard", "profile"]
+CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "incompatible", "not run"]
+RunVerdict = Literal["correct here", "wrong", "crashed", "timeout", "refused", "incompatible here", "unfinished"]
+Severity = Literal["info", "flag", "refuse"]
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a submission's conduct. "info" only tells, "flag" asks a person to look, "refuse" ends a case.
+
+    `class_id` names the kind, as docs/arena.md lists them; `where` is a file and line, a case or a call.
+    """
+
+    class_id: str
+    severity: Severity
+    what: str
+    where: str = ""
+    evidence: dict[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call: what each timer inside the worker claims, and what the runner saw from outside, in nanoseconds.
+
+    `observed_ns` is None where the call never ended. A sample that is not valid is kept with its reason, and left out
+    of the statistics.
+    """
+
+    claimed_ns: dict[str, float | None]  # by timer: "event", "host", "cupti"
+    observed_ns: float | None
+    valid: bool = True
+    reason: str = ""
+    throttled: bool = False
+    fresh_addresses: bool = False  # whether the inputs lay elsewhere than in the call before
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of the valid samples of one timer: the median with its bootstrap confidence interval, in nanoseconds."""
+
+    timer: str
+    median_ns: float
+    low_ns: float
+    high_ns: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far an output lies from an answer; the largest over the calls of a case.
+
+    `against` is "exact" (a float64 product of ours, rounded nowhere) or "reference" (what the problem's own code
+    gives). `max_ulp` is in units of the last place of the output's dtype, None for integers. `max_relative_rms` is the
+    largest error over the RMS of the answer, None where the answer is all zero. Only elements that are finite on both
+    sides are measured; `special_mismatches` counts those where NaN or infinity stand on one side alone.
+    """
+
+    output: str  # "result" or, of several, "result[1]"
+    against: Literal["exact", "reference"]
+    dtype: str
+    elements: int
+    max_ulp: float | None
+    max_absolute: float
+    max_relative_rms: float | None
+    rms: float | None  # of the answer
+    worst_index: tuple[int, ...]
+    worst_got: float | None
+    worst_answer: float | None
+    special_mismatches: int = 0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which values occurred in one input tensor over the calls of a case; shares are of its elements.
+
+    `kind` says how the bytes were read. The tuples of codes are those that occurred: e2m1 codes (0 to 15) of each
+    nibble for packed pairs, byte codes for block scales. Magnitudes are of finite nonzero values.
+    """
+
+    tensor: str  # "data[0]"
+    dtype: str
+    shape: tuple[int, ...]
+    kind: Literal["e2m1 pairs", "perhaps e2m1 pairs", "e4m3", "e8m0", "float", "integer", "bool", "other"]
+    zero: float = 0.0
+    negative: float = 0.0
+    nan: float = 0.0
+    infinite: float = 0.0
+    smallest: float | None = None
+    largest: float | None = None
+    low_codes: tuple[int, ...] | None = None
+    high_codes: tuple[int, ...] | None = None
+    byte_codes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case of the task in one mode, over all its calls."""
+
+    kind: Mode
+    text: str  # the case as KernelBot writes it: "m: 128; k: 256"
+    values: dict[str, Any]
+    verdict: CaseVerdict
+    message: str = ""
+    calls: int = 0
+    errors: tuple[Errors, ...] = ()
+    coverage: tuple[Coverage, ...] = ()
+    first_call_ns: float | None = None  # the first call of the worker on this case: compilation, plans
+    samples: tuple[Sample, ...] = ()
+    statistics: Statistics | None = None
+    floor_ns: float | None = None  # the least that the bytes which must move take on this device
+    findings: tuple[Finding, ...] = ()
+    stand_ins: tuple[str, ...] = ()  # that the submission itself called: then the times are not its own
+    start: int = 0  # which of Protocol.seeds this case was run with
+    report: str = ""  # of profile mode
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """The problem as it was on disk. `files` maps a path to the sha256 that `sha256sum` prints."""
+
+    name: str
+    files: dict[str, str]
+    lang: str = "py"
+    ranking_by: str = "last"
+
+
+@dataclass(frozen=True)
+class SubmissionFacts:
+    """The submission as it was on disk; `files` as in TaskFacts, the main file first."""
+
+    name: str
+    files: dict[str, str]
+    leaderboard: str | None = None
+    gpus: tuple[str, ...] = ()
+    language: str = "py"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine. `device` and `arch` are named as in a Measurement; `threads` is 0 on a GPU."""
+
+    device: str
+    arch: str
+    threads: int
+    cpu: str
+    system: str
+    python: str
+    torch: str
+    versions: dict[str, str] = field(default_factory=dict)  # nibblas, triton, cuda, driver, kernelguard ...
+    facts: dict[str, str] = field(default_factory=dict)  # host, clocks, throttle reasons, power limit ...
+
+
+@dataclass(frozen=True)
+class Seed:
+    """The secret seed of one start of the run: a commitment from the first, the seed and salt once all is over."""
+
+    commitment: str  # commit(seed, salt)
+    seed: int | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How it was judged and timed. `seeds` has one entry for each time that the run was started or resumed."""
+
+    mode: Mode
+    seeds: tuple[Seed, ...]
+    dialect: Literal["nibblas", "kernelbot"] = "nibblas"
+    hardened: bool = False
+    timer: str = "host"  # whose samples make the statistics
+    timers: tuple[str, ...] = ("host",)
+    flush_bytes: int = 0
+    warmup: int = 0
+    stopping_rule: str = ""
+    confidence: float = 0.95
+    empty_call_ns: float | None = None  # what the runner takes off the observed times
+    bandwidth: float | None = None  # bytes a second, of the floors
+    bandwidth_source: str = ""
+    timeouts: dict[str, float] = field(default_factory=dict)  # seconds by mode
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """Times of this submission over those of the other, pair by pair, with the ratio of the submission to itself.
+
+    A ratio inside the noise interval can't be told from 1. Samples are pairs (this, other) in nanoseconds.
+    """
+
+    text: str
+    ratio: float
+    low: float
+    high: float
+    noise_low: float
+    noise_high: float
+    samples: tuple[tuple[float, float], ...] = ()
+    noise_samples: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `--against` found; below 1 this submission is faster."""
+
+    against: SubmissionFacts
+    ratios: tuple[PairedRatio, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, as it happened. `complete` is False while it goes on and after an interruption."""
+
+    id: str
+    when: str  # ISO 8601, UTC
+    command: str
+    mode: Mode
+    task: TaskFacts
+    submission: SubmissionFacts
+    environment: Environment
+    isolation: dict[str, bool | str]  # true: in force; a text: why it is not
+    protocol: Protocol
+    stand_ins: tuple[str, ...] = ()  # that judge or submission used
+    cases: tuple[CaseResult, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    comparison: Comparison | None = None
+    verdict: RunVerdict = "unfinished"
+    reason: str = ""
+    score: float | None = None  # seconds, by TaskFacts.ranking_by
+    complete: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """Findings of the whole run, then those of each case."""
+        return self.findings + tuple(finding for case in self.cases for finding in case.findings)
+
+    def to_json(self) -> str:
+        """The document, ASCII and one field a line."""
+        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Record":
+        """The inverse of to_json; ValueError for what is not a record of this schema, with the field at fault."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a record: {error}") from None
+        if not isinstance(values, dict) or "schema" not in values:
+            raise ValueError("not a record: the document has no field schema")
+        if values["schema"] != SCHEMA:
+            raise ValueError(f"the record has schema {values['schema']!r}, this nibblas reads schema {SCHEMA}")
+        _validate(values)
+        return _built(cls, values)
+
+
+def commit(seed: int, salt: str) -> str:
+    """The commitment to a seed: sha256 of "salt:seed". The salt (32 hex digits or more) keeps it from being guessed."""
+    return hashlib.sha256(f"{salt}:{seed}".encode()).hexdigest()
+
+
+def write(record: Record, path: Path) -> None:
+    """Write the record so that a reader finds the old or the new one, never a part."""
+    write_atomically(path, record.to_json())
+
+
+def read(path: Path) -> Record:
+    """The record in a file; ValueError naming the file where it is none, OSError where it can't be read."""
+    try:
+        return Record.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+@cache
+def schema() -> dict:
+    """The JSON Schema (2020-12) of a record."""
+    return json.loads(Path(__file__).with_name("record.schema.json").read_text())
+
+
+def _validate(values: dict) -> None:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(schema()).iter_errors(values))
+    if error is not None:
+        raise ValueError(f"not a record: at {error.json_path}: {error.message[:300]}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """A value of the annotated type from plain JSON that the schema has let pass."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return _built(kinds[0], value) if len(kinds) == 1 else value
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _built(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if origin is tuple:
+        item_kinds = arguments if arguments[-1] is not Ellipsis else (arguments[0],) * len(value)
+        return tuple(_built(item_kind, item) for item_kind, item in zip(item_kinds, value, strict=True))
+    if origin is dict:
+        return {key: _built(arguments[1], item) for key, item in value.items()}
+    return value
