@@ -105,11 +105,11 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of an implementation, by the sha256 of its bytes as `sha256sum` prints it. `path` is relative, `size` in bytes."""
+    """A file of an implementation: a relative path, and the sha256 of its bytes as `sha256sum` prints it."""
 
     path: str
     sha256: str
-    size: int
+    size: int  # bytes
     lines: int
     media_type: str
 
@@ -266,7 +266,7 @@ class Source:
     Parameters
     ----------
     kind : file, kernelbot-dataset, kernelbot-submission, catalog-page, arena or nibblas.
-    locator : path, address or row that finds it again.
+    locator : path, address or data set that finds it again.
     revision : of the data set or repository.
     terms : SPDX expression or LicenseRef under which the source hands it on; None is unknown.
     attribution : the sentence that the source asks for.
@@ -288,7 +288,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Implementation(_Spec):
-    """One revision of an implementation. Its identity is what it is, not when or from where it was imported.
+    """One revision of an implementation. Its identity is what its source says and its files hold.
+
+    What an importer reads from the files (language to tensors) and when and from where it came are outside of that.
 
     Parameters
     ----------
@@ -297,10 +299,23 @@ class Implementation(_Spec):
     licence : declared for the implementation itself, as the source writes it.
     entry_point, signature : the function that a user calls, and its line.
     package, import_path : what to install, and what to import, where there is such.
+    record : what finds it again inside the source: a row, a submission, a relative path.
     revision, supersedes : number from 1, and digest of the one before; the store gives both.
     """
 
-    outside = frozenset({"revision", "supersedes", "imported_at"})
+    outside = frozenset(
+        {
+            "language",
+            "framework",
+            "entry_point",
+            "signature",
+            "tensors",
+            "record",
+            "revision",
+            "supersedes",
+            "imported_at",
+        }
+    )
 
     slug: str
     name: str
@@ -317,6 +332,7 @@ class Implementation(_Spec):
     licence: str | None = None
     package: str | None = None
     import_path: str | None = None
+    record: str | None = None
     revision: int | None = None
     supersedes: str | None = None
     imported_at: str | None = None
