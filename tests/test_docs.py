@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nibblas as nb
-from nibblas.bench.support import MARKS, support_table
+from nibblas.bench.tables import TABLES, marks
 
 # Where there is no C compiler, modules warn that they keep weights decoded.
 pytestmark = pytest.mark.filterwarnings("ignore:nibblas. no FP4 kernel")
@@ -30,12 +30,14 @@ def test_examples_in_docstrings(name):
     assert not runner.summarize(verbose=False).failed
 
 
-def test_support_table_of_the_readme():
-    """`python -m nibblas.bench.support` brings it up to date."""
-    start, end = MARKS
-    found = re.search(f"{re.escape(start)}\n(.*?)\n{re.escape(end)}", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_up_to_date(name):
+    """`python -m nibblas.bench.tables` brings them there."""
+    start, end = marks(name)
+    page, table = TABLES[name]
+    found = re.search(f"{re.escape(start)}\n(.*?)\n{re.escape(end)}", (ROOT / page).read_text(), re.DOTALL)
     assert found
-    assert found[1] == support_table()
+    assert found[1] == table()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

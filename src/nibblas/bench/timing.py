@@ -1,4 +1,4 @@
-"""Timing that can be trusted: functions interleaved, operands out of the caches, ratios with their uncertainty."""
+"""Timing that can be trusted: functions interleaved, operands out of the caches."""
 
 import os
 import random
@@ -6,12 +6,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -211,43 +209,3 @@ def _tensor_copies(tensor: Tensor, count: int) -> list[Tensor]:
     slab = torch.empty(count, stride, dtype=torch.uint8, device=tensor.device)
     slab[:, : raw.numel()] = raw
     return [row[: raw.numel()].view(tensor.dtype).view(tensor.shape) for row in slab]
-
-
-# --- what samples say ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of times with its confidence interval; prints as "3.21x (3.10-3.33)"."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f}x ({self.low:.2f}-{self.high:.2f})"
-
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile, interpolated between samples."""
-    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75))
-    return float(low), float(middle), float(high)
-
-
-def paired_ratio(
-    numerator: Sequence[float], denominator: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
-) -> Ratio:
-    """The median over rounds of numerator / denominator, with a percentile bootstrap interval over the rounds.
-
-    Both are samples of one `interleaved` run, round for round: paired_ratio(theirs, ours) says how many times faster
-    ours is. ValueError where they differ in length or are empty. The same samples give the same interval.
-    """
-    if len(numerator) != len(denominator) or not numerator:
-        raise ValueError(
-            f"paired_ratio: {len(numerator)} and {len(denominator)} samples, need as many of both, at least one"
-        )
-    ratios = np.asarray(numerator) / np.asarray(denominator)
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (resamples, len(ratios)))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.median(ratios[drawn], axis=1), (tail, 1 - tail))
-    return Ratio(median(ratios.tolist()), float(low), float(high))

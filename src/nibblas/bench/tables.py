@@ -1,0 +1,156 @@
+"""The tables of README and docs/kernels.md that are made from the code and the shipped evidence.
+
+Which kernels answer what on which device and what is known of each, and the measured figures. `python -m
+nibblas.bench.tables` writes them between their marks.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from nibblas import evidence
+from nibblas.evidence import Measurement
+from nibblas.kernel import Kernel
+from nibblas.kernels import kernels
+
+ROOT = Path(__file__).parents[3]
+# The architectures we speak of, as Problem.arch names them.
+DEVICES = {
+    "CPU": ("cpu",),
+    "Ampere, Ada": ("sm_80", "sm_86", "sm_89"),
+    "Hopper": ("sm_90",),
+    "Blackwell": ("sm_100", "sm_103"),
+    "consumer Blackwell": ("sm_120",),
+    "CDNA3, CDNA4": ("gfx942", "gfx950"),
+}
+# A use of the library: the operation, and whether its first operand is FP4.
+USES = {
+    "W4A16": ("linear", False),
+    "W4A4": ("linear", True),
+    "grouped": ("grouped_linear", None),
+    "gated": ("gated_linear", None),
+    "quantize": ("quantize", None),
+}
+
+
+def answers(kernel: Kernel, archs: tuple[str, ...], op: str, fp4: bool | None) -> bool:
+    """Whether a kernel is made for this use on any of these architectures."""
+    if kernel.op != op or (kernel.archs and not set(kernel.archs) & set(archs)):
+        return False
+    return fp4 is None or any((a == b) == fp4 for a, b in kernel.operands)
+
+
+def known(kernel: Kernel, archs: tuple[str, ...], fp4: bool | None) -> str:
+    """The timing level of the kernel in this use, from shipped evidence of any version of its source."""
+    records = [m for m in evidence.store().shipped_only() if m.kernel == kernel.name and m.problem.arch in archs]
+    return evidence.timing_level(m for m in records if fp4 is None or (m.problem.a == m.problem.b) == fp4)
+
+
+def support_table() -> str:
+    """The table in Markdown: the kernels made for a use, else the ones that run anywhere."""
+    lines = [f"| device | {' | '.join(USES)} |", "|---" * (len(USES) + 1) + "|"]
+    for device, archs in DEVICES.items():
+        cells = []
+        for op, fp4 in USES.values():
+            found = [k for k in kernels() if answers(k, archs, op, fp4)]
+            own = [k for k in found if k.archs] or found
+            cells.append("<br>".join(f"{k.name} ({known(k, archs, fp4)})" for k in own))
+        lines.append(f"| {device} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def products() -> list[Measurement]:
+    """Of the shipped evidence, the fastest kernel of each plain bf16 x FP4 product, device and number of threads."""
+    best: dict[tuple, Measurement] = {}
+    for m in evidence.store().shipped_only():
+        p = m.problem
+        plain = (p.op, p.a, p.out, p.L, p.bias, p.batch_invariant) == ("linear", "bf16", "bf16", 1, False, False)
+        key = (m.device, m.threads, p.b, p.N, p.K, p.M)
+        if plain and m.samples and (key not in best or m.median < best[key].median):
+            best[key] = m
+    return [m for _, m in sorted(best.items())]
+
+
+def ratios(m: Measurement) -> dict[str, float]:
+    """How many times as long each other library took in the same run: torch's own product, and peers."""
+    ours = {kernel.name for kernel in kernels()}
+    others = {name: seconds for name, seconds in m.beside.items() if name.split()[0] not in ours}
+    return {name: seconds / m.median for name, seconds in others.items() if name != "torch fp32"}
+
+
+def _by_rows(title: str, found: Iterable[Measurement], cell: Callable[[Measurement], str]) -> list[str]:
+    """A table with a line for each format, shape and number of threads, and a column for each M."""
+    found = list(found)
+    sizes = sorted({m.problem.M for m in found})
+    lines: dict[str, dict[int, str]] = {}
+    for m in found:
+        threads = f", {m.threads} thread{'s' * (m.threads > 1)}" if m.problem.arch == "cpu" else ""
+        name = f"{m.problem.b.upper()} {m.problem.N}x{m.problem.K}{threads}"
+        lines.setdefault(name, {})[m.problem.M] = cell(m)
+    head = [f"| {title} | " + " | ".join(f"M = {M}" for M in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    return head + [f"| {name} | " + " | ".join(cells.get(M, "") for M in sizes) + " |" for name, cells in lines.items()]
+
+
+def speed_table() -> str:
+    """Times faster than torch's bf16 product, for each device."""
+    found = products()
+    lines: list[str] = []
+    for device in dict.fromkeys(m.device for m in found):
+        lines += ["", *_by_rows(device, (m for m in found if m.device == device), partial(_times, peer="torch bf16"))]
+    return "\n".join(lines[1:])
+
+
+def _times(m: Measurement, peer: str) -> str:
+    return f"{ratios(m)[peer]:.2f}x" if peer in ratios(m) else ""
+
+
+def figures_table() -> str:
+    """For each device: the median, the share of the floor, and how many times as long every other library took."""
+    found = products()
+    lines: list[str] = []
+    for device in dict.fromkeys(m.device for m in found):
+        of_device = [m for m in found if m.device == device]
+        lines += ["", f"### {device}", "", *_by_rows("time, share of the floor", of_device, _time_and_share)]
+        for peer in dict.fromkeys(name for m in of_device for name in ratios(m)):
+            timed = [m for m in of_device if peer in ratios(m)]
+            lines += ["", *_by_rows(f"over {peer}", timed, partial(_times, peer=peer))]
+    return "\n".join(lines[1:])
+
+
+def _time_and_share(m: Measurement) -> str:
+    share = f" {m.floor / m.median:.0%}" if m.floor else ""
+    return f"{m.median * 1e6:.4g} us{share}"
+
+
+TABLES = {
+    "support": ("README.md", support_table),
+    "speed": ("README.md", speed_table),
+    "figures": ("docs/kernels.md", figures_table),
+}
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and after a table in its file."""
+    return f"<!-- {name}: `python -m nibblas.bench.tables` writes this -->", f"<!-- /{name} -->"
+
+
+def write(name: str) -> None:
+    """Bring a table up to date in its file, between its marks."""
+    start, end = marks(name)
+    page, table = TABLES[name]
+    path = ROOT / page
+    text, found = re.subn(
+        f"{re.escape(start)}.*?{re.escape(end)}",
+        lambda _: f"{start}\n{table()}\n{end}",
+        path.read_text(),
+        flags=re.DOTALL,
+    )
+    if found != 1:
+        raise ValueError(f"{path}: {found} places lie between {start} and {end}, need one")
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        write(name)
