@@ -1,0 +1,360 @@
+"""A submission: its files, what its header asks for, what it imports, and why this machine may be unable to run it.
+
+Nothing of a submission is executed here; its text is read.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nibblas.arena.problem import ArenaError, Task, is_plain
+from nibblas.arena.record import Finding, Scalar, SubmissionFacts
+
+SUFFIXES = {"py": (".py",), "cu": (".cu", ".cuh", ".cpp")}
+MAX_BYTES = 16 << 20  # of all files of a submission together
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What a person hands in: the bytes of each file by the name that it gets beside the problem's, the main one first.
+
+    `leaderboard` and `gpus` come from the `#!POPCORN` header of the main file.
+    """
+
+    path: Path
+    main: str
+    files: dict[str, bytes] = field(repr=False)
+    language: Literal["py", "cu"] = "py"
+    leaderboard: str | None = None
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The sha256 of each file, as `sha256sum` prints it."""
+        return {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
+
+    @property
+    def facts(self) -> SubmissionFacts:
+        """What the record keeps."""
+        return SubmissionFacts(self.path.name, self.digests, self.leaderboard, self.gpus, self.language)
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import that runs when its file is loaded: `from module import name`, or of the module alone.
+
+    `optional` is one that the file can do without: inside try with an except that takes ImportError.
+    """
+
+    module: str
+    name: str | None
+    where: str  # file:line
+    optional: bool = False
+
+
+def read_submission(path: Path | str, task: Task) -> Submission:
+    """Read a submission to a problem: one file, or a folder that holds the file named as the problem calls it.
+
+    Of a folder all files go along but for hidden ones, bytecode and exact copies of the problem's own files.
+    Raises ArenaError where there is nothing to read, the suffix is not one of the problem's language, a header is
+    wrong, a file would stand in for one of the problem's, or the files are larger than MAX_BYTES together.
+    """
+    path = Path(path)
+    main = task.submission_name
+    if path.is_dir():
+        if not (path / main).is_file():
+            raise ArenaError(f"{path}: the folder has no {main}, which is what {task.name} calls a submission")
+        sources = {main: path / main, **_folder(path)}
+    elif path.is_file():
+        if path.suffix not in SUFFIXES[task.lang]:
+            wanted = " or ".join(SUFFIXES[task.lang])
+            raise ArenaError(f"{path}: the suffix is {path.suffix!r}, {task.name} needs a {wanted} file")
+        sources = {main: path}
+    else:
+        raise ArenaError(f"{path}: no such file or folder")
+    files, total = {}, 0
+    for name, source in sources.items():
+        total += source.stat().st_size
+        if total > MAX_BYTES:
+            raise ArenaError(f"{path}: the files are larger than {MAX_BYTES >> 20} MiB together")
+        content = source.read_bytes()
+        own = task.file(name)
+        if own is not None and own.content == content:
+            continue
+        if own is not None and name != main:
+            raise ArenaError(f"{path}: {name} is a file of the problem, a submission can't bring another one")
+        files[name] = content
+    leaderboard, gpus = read_header(files[main].decode(errors="replace"), str(path))
+    return Submission(path, main, files, task.lang, leaderboard, gpus)
+
+
+def _folder(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for directory, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        for name in sorted(names):
+            path = Path(directory, name)
+            inside = path.relative_to(folder).as_posix()
+            if name.startswith(".") or path.suffix == ".pyc" or inside == "task.yml":
+                continue
+            if path.is_symlink() or not path.is_file() or not is_plain(inside):
+                raise ArenaError(f"{path}: need plain files with plain names, no links or devices")
+            found[inside] = path
+    return found
+
+
+_HEADER_KEYS = {"leaderboard": "leaderboard", "gpu": "gpus", "gpus": "gpus"}
+
+
+def read_header(text: str, where: str = "submission") -> tuple[str | None, tuple[str, ...]]:
+    """The leaderboard and the GPUs that the first block of comments of a file names.
+
+    Raises ArenaError for a directive that is unknown, empty or given twice.
+
+    >>> read_header("#!POPCORN leaderboard nvfp4_gemv\\n#!POPCORN gpus B200 H100\\n")
+    ('nvfp4_gemv', ('B200', 'H100'))
+    """
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if not line.startswith(("#", "//")):
+            break
+        mark, *words = line.split()
+        if mark not in ("#!POPCORN", "//!POPCORN"):
+            continue
+        key = _HEADER_KEYS.get(words[0].lower()) if words else None
+        if key is None or len(words) < 2:
+            raise ArenaError(f"{where}: {line.strip()!r}: need !POPCORN leaderboard NAME or !POPCORN gpus NAME ...")
+        if key in found:
+            raise ArenaError(f"{where}: the header gives {key} twice")
+        found[key] = words[1:]
+    return found.get("leaderboard", [None])[0], tuple(found.get("gpus", ()))  # type: ignore[list-item]
+
+
+def imports(submission: Submission) -> list[Import]:
+    """The imports that run when the submission is loaded, in its order; those inside functions are left out.
+
+    A file that is not Python has none. Relative imports and those of the submission's own files are left out.
+    """
+    own = _names_beside(submission)
+    found = (each for file, tree in _trees(submission) for each in _imports_of(tree.body, file, optional=False))
+    return [each for each in found if each.module.split(".")[0] not in own]
+
+
+def _names_beside(submission: Submission, task: Task | None = None) -> set[str]:
+    """Top names of the modules that the submission's files, and the problem's, are."""
+    names = [*submission.files, *(file.name for file in (task.files if task else ()))]
+    return {name.split("/")[0].removesuffix(".py") for name in names}
+
+
+def _imports_of(body: Iterable[ast.stmt], file: str, optional: bool) -> Iterator[Import]:
+    for node in body:
+        where = f"{file}:{node.lineno}"
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, None, where, optional) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield from (Import(node.module, alias.name, where, optional) for alias in node.names)
+        elif isinstance(node, ast.Try):
+            guarded = any(map(_takes_import_error, node.handlers))
+            yield from _imports_of(node.body, file, optional or guarded)
+            # What a handler imports instead is needed only where the first choice is missing.
+            for handler in node.handlers:
+                yield from _imports_of(handler.body, file, optional=True)
+            yield from _imports_of([*node.orelse, *node.finalbody], file, optional)
+        elif isinstance(node, ast.If):
+            yield from _imports_of([*node.body, *node.orelse], file, optional=True)
+        elif isinstance(node, ast.With | ast.For | ast.While | ast.ClassDef):
+            yield from _imports_of(node.body, file, optional)
+
+
+def _takes_import_error(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+    return bool(names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
+
+
+def _trees(submission: Submission) -> Iterator[tuple[str, ast.Module]]:
+    for name, content in submission.files.items():
+        if name.endswith(".py"):
+            try:
+                yield name, ast.parse(content)
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
+                continue  # the worker's own attempt tells what is wrong with it
+
+
+def why_not(
+    submission: Submission, task: Task, arch: str, stands_in: Callable[[str, str | None], bool] = lambda *_: False
+) -> str | None:
+    """Why this machine can't run a submission, as far as its text tells; None where it may be tried.
+
+    `arch` is the device's (nibblas.problem.arch_of): "cpu", "sm_90", "gfx950". `stands_in(module, name)` tells whether
+    something of ours takes the place of a module, or of a name in it.
+    """
+    beside = _names_beside(submission, task)
+    for found in imports(submission):
+        top = found.module.split(".")[0]
+        if found.optional or top in beside or stands_in(found.module, found.name) or _is_installed(top):
+            continue
+        what = found.module if found.name is None or not stands_in(top, None) else f"{found.module}.{found.name}"
+        return f"{found.where} imports {what}, which is not installed here{_about(top)}"
+    return _why_not_arch(submission, arch)
+
+
+_MODULES = {
+    "aiter": "AMD's kernels, for ROCm",
+    "cutlass": "NVIDIA's CuTe DSL, the package nvidia-cutlass-dsl",
+    "hip": "HIP for Python, for ROCm",
+    "helion": "Helion, a kernel language over Triton",
+    "triton": "Triton, for GPUs",
+}
+
+
+def _about(module: str) -> str:
+    return f" ({_MODULES[module]})" if module in _MODULES else ""
+
+
+def _is_installed(top: str) -> bool:
+    if top in sys.modules or top in sys.stdlib_module_names:
+        return True
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# Targets as they are given to compilers: -gencode=arch=compute_100a,code=sm_100a, --offload-arch=gfx942.
+_TARGET = re.compile(
+    r"(?:arch|code)\s*[=\s]\s*\[?(?:compute_|sm_|lto_)?(?:(?P<sm>\d{2,3}[af]?)|(?P<gfx>gfx[0-9a-f]+))\b"
+)
+_ARCH_LIST = re.compile(r"^\s*\d+\.\d[af]?(?:\+PTX)?(?:[\s;,]+\d+\.\d[af]?(?:\+PTX)?)*\s*$")
+
+
+def _why_not_arch(submission: Submission, arch: str) -> str | None:
+    """A reason where the submission names targets for its compiler, and none of them runs on this device."""
+    targets = {target: where for where, text in _literals(submission) for target in _targets(text)}
+    if targets and not any(_runs(target, arch) for target in targets):
+        device = "this is a CPU" if arch == "cpu" else f"this device is {arch}"
+        return f"{next(iter(targets.values()))} compiles for {', '.join(sorted(targets))} only, {device}"
+    if arch == "cpu":
+        for file, tree in _trees(submission):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and _compiles_for_gpu(node):
+                    return f"{file}:{node.lineno} compiles code for a GPU, this is a CPU"
+    return None
+
+
+def _literals(submission: Submission) -> Iterator[tuple[str, str]]:
+    """Short strings that may be compiler options, with their file and line; of what is not Python, quoted runs."""
+    trees = dict(_trees(submission))
+    for file, content in submission.files.items():
+        if file in trees:
+            for node in ast.walk(trees[file]):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
+                    yield f"{file}:{node.lineno}", node.value
+        elif file.endswith(".py"):
+            for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+                yield from ((f"{file}:{number}", text) for text in re.findall(r"[\"']([^\"']{1,200})[\"']", line))
+
+
+def _targets(text: str) -> Iterator[str]:
+    if _ARCH_LIST.match(text):  # the value of TORCH_CUDA_ARCH_LIST
+        for item in re.findall(r"(\d+)\.(\d[af]?)(\+PTX)?", text):
+            yield f"{'compute' if item[2] else 'sm'}_{item[0]}{item[1]}"
+        return
+    if not text.lstrip().startswith(("-", "arch=", "code=")):
+        return
+    for match in _TARGET.finditer(text):
+        if match["gfx"]:
+            yield match["gfx"]
+        elif "lto_" not in match[0]:
+            yield f"{'compute' if 'compute_' in match[0] else 'sm'}_{match['sm']}"
+
+
+def _runs(target: str, arch: str) -> bool:
+    """Whether code for a target runs on a device: its own, PTX of an older one, and the family where the target says.
+
+    >>> _runs("sm_100a", "sm_90"), _runs("compute_80", "sm_90"), _runs("sm_80", "sm_86"), _runs("sm_80", "sm_90")
+    (False, True, True, False)
+    """
+    if target.startswith("gfx") or not arch.startswith("sm_"):
+        return target == arch
+    kind, number = target.split("_")
+    letter, number = number[-1] if number[-1] in "af" else "", number.rstrip("af")
+    wanted, here = int(number), int(arch.removeprefix("sm_"))
+    if letter == "a":
+        return wanted == here
+    same_family = wanted // 10 == here // 10 and wanted <= here
+    return same_family or (not letter and kind == "compute" and wanted <= here)
+
+
+def _compiles_for_gpu(call: ast.Call) -> bool:
+    """load_inline(cuda_sources=...) with sources, or load(sources=[... .cu])."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in ("load_inline", "load"):
+        return False
+    given = {word.arg: word.value for word in call.keywords}
+    if name == "load_inline":
+        sources = given.get("cuda_sources")
+        empty = isinstance(sources, ast.List) and not sources.elts
+        return sources is not None and not empty and not (isinstance(sources, ast.Constant) and not sources.value)
+    texts = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return any(text.endswith((".cu", ".hip")) for text in texts)
+
+
+# Messages that an error has where the machine, not the submission, is at fault.
+_LACKS = re.compile(
+    r"not compiled with CUDA|no NVIDIA (GPU|driver)|No (CUDA|HIP) GPUs are available|CUDA_HOME environment variable"
+    r"|no kernel image is available|not supported on \.target|unsupported gpu architecture|invalid device function"
+    r"|requires \.target|0 active drivers|nvcc.{0,40}not found|hipcc.{0,40}not found|Ninja is required"
+    r"|requires? (sm_|compute capability|SM ?\d)|only supported (on|for) (CUDA|ROCm|gfx|sm_|devices)"
+    r"|Triton is not (available|installed)|ptxas.{0,80}(not defined for|Unknown option).{0,20}gpu-name",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def incompatibility(error: str, message: str, submission: Submission, task: Task) -> str | None:
+    """Why an error that a submission raised means that this machine lacks something; None where it means no such thing.
+
+    `error` is the name of the exception's type. That reference.py is out of reach is no lack of the machine.
+    """
+    brief = " ".join(message.split())
+    brief = brief if len(brief) <= 200 else f"{brief[:197]}..."
+    if error in ("ModuleNotFoundError", "ImportError"):
+        missing = re.search(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'", message)
+        top = (missing[1] or missing[2]).split(".")[0] if missing else ""
+        return f"{brief}{_about(top)}" if top and top not in _names_beside(submission, task) else None
+    return brief if _LACKS.search(message) else None
+
+
+def static_findings(submission: Submission) -> list[Finding]:
+    """What kernelguard, a separate package of rules for reward hacking, says of the text; telemetry, never a verdict.
+
+    One Finding that says so where it is not installed or fails.
+    """
+    try:
+        import kernelguard
+    except ImportError:
+        return [Finding("static", "info", "not looked at: kernelguard is not installed (pip install 'nibblas[arena]')")]
+    from importlib.metadata import version
+
+    tool: dict[str, Scalar] = {"tool": "kernelguard", "version": version("kernelguard")}
+    found = []
+    for name, content in submission.files.items():
+        try:
+            seen = kernelguard.analyze_code(content.decode(errors="replace"), compute_structural_hash=False)
+        except Exception as error:  # a fault of its rules is no fault of the submission
+            found.append(Finding("static", "info", f"kernelguard failed: {type(error).__name__}: {error}", name, tool))
+            continue
+        summary = f"kernelguard calls it {seen['classification']}"
+        found.append(Finding("static", "info", summary, name, {**tool, "should_filter": bool(seen["should_filter"])}))
+        for match in seen["matched_patterns"]:
+            text = f"{match['pattern']} ({match['severity']}): {match.get('evidence', '')}"
+            found.append(Finding("static", "info", text[:300], name, tool))
+    return found
