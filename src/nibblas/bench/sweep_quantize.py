@@ -15,13 +15,15 @@ from torch import Tensor
 from nibblas import dispatch
 from nibblas.bench import probe
 from nibblas.bench.sweep import Result, Timed, measured, named_kernels, rotation_of
-from nibblas.bench.timing import CPU, Rotation, cold_bytes, interleaved, paired_ratio
+from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
+from nibblas.memory import cold_bytes
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.quantize import quantize
 from nibblas.roofline import Roofline
+from nibblas.statistics import paired_ratio
 
 COPY = "torch copy"
 
