@@ -320,7 +320,7 @@ class Implementation(_Spec):
     slug: str
     name: str
     source: Source
-    files: tuple[SourceFile, ...] = ()
+    files: tuple[SourceFile, ...] = ()  # sorted by path
     operation: Operation | None = None
     authors: tuple[str, ...] = ()
     language: str | None = None
@@ -368,4 +368,3 @@ class Item:
     facts: tuple[CompatFact, ...] = ()
     claims: tuple[Claim, ...] = ()
     workloads: tuple[Workload, ...] = ()
-    events: tuple[Event, ...] = ()
