@@ -69,10 +69,11 @@ class Statistics:
 class Errors:
     """How far an output lies from an answer; the largest over the calls of a case.
 
-    `against` is "exact" (a float64 product of ours, rounded nowhere) or "reference" (what the problem's own code
-    gives). `max_ulp` is in units of the last place of the output's dtype, None for integers. `max_relative_rms` is the
-    largest error over the RMS of the answer, None where the answer is all zero. Only elements that are finite on both
-    sides are measured; `special_mismatches` counts those where NaN or infinity stand on one side alone.
+    `against` is "exact" (float64, rounded nowhere) or "reference" (what the problem's own code gives). `max_ulp` is in
+    units of the last place of the output's dtype, None for integers. `max_relative_rms` is the largest error over the
+    RMS of the answer, None where that is zero; `max_relative_size` each error over the element's expected size
+    (reference.magnitude), known for exact FP4 products. Only elements that are finite on both sides are measured;
+    `special_mismatches` counts those where NaN or infinity stand on one side alone.
     """
 
     output: str  # "result" or, of several, "result[1]"
@@ -83,9 +84,10 @@ class Errors:
     max_absolute: float
     max_relative_rms: float | None
     rms: float | None  # of the answer
-    worst_index: tuple[int, ...]
+    worst_index: tuple[int, ...]  # of the largest error
     worst_got: float | None
     worst_answer: float | None
+    max_relative_size: float | None = None
     special_mismatches: int = 0
 
 

@@ -1,0 +1,230 @@
+"""How far an output is from the right answer, beyond what a problem's own check tells.
+
+Errors are taken against up to two answers. "reference" is what the problem's ref_kernel returns, rounded as it rounds.
+"exact" is float64 all the way: for FP4 products that nibblas knows, its own oracle; for other problems their ref_kernel
+run on inputs cast to float64, and only if no operation in it computed in a narrower type.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nibblas.arena.products import exact_products
+from nibblas.arena.record import Errors
+
+# Dtypes without arithmetic: their bytes are compared.
+_CODES = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
+_WIDE = (torch.float64, torch.complex128)
+# Operations that move numbers and compute none; a wider result holds them as they are.
+_MOVES = {
+    *("_to_copy", "cat", "clone", "constant_pad_nd", "copy_", "embedding", "empty_like", "fill_", "flip", "full_like"),
+    *(
+        "gather",
+        "index",
+        "index_copy",
+        "index_put_",
+        "index_select",
+        "masked_fill",
+        "new_empty",
+        "new_full",
+        "new_ones",
+    ),
+    *("new_zeros", "ones_like", "repeat", "roll", "select_scatter", "slice_scatter", "stack", "where", "zero_"),
+    *("_reshape_alias", "_unsafe_view", "index_copy_", "masked_fill_", "new_empty_strided", "resize_", "zeros_like"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the outputs should be, in order; `sizes` are the expected sizes of their elements, where known."""
+
+    against: Literal["exact", "reference"]
+    values: tuple[Tensor, ...]
+    sizes: tuple[Tensor | None, ...]
+
+
+def named_tensors(value: Any, name: str) -> dict[str, Tensor]:
+    """The tensors in tuples, lists and dicts, by where they stand.
+
+    >>> list(named_tensors((torch.zeros(2), {"bias": torch.zeros(1)}, 3), "data"))
+    ['data[0]', "data[1]['bias']"]
+    """
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    return {name + pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def reference_answer(expected: Any) -> Answer:
+    """The Answer of what ref_kernel returned."""
+    values = tuple(named_tensors(expected, "result").values())
+    return Answer("reference", values, (None,) * len(values))
+
+
+def exact_answer(task: str, data: Any, ref_kernel: Callable[[Any], Any] | None) -> Answer | None:
+    """The exact Answer for these inputs; None where it can't be had.
+
+    task : the name of the problem's directory. data : what generate_input returned; it is left as it is.
+    ref_kernel : the problem's own, None if it has none.
+    """
+    products = exact_products(task, data)
+    if products is not None:
+        return Answer("exact", tuple(p.answer for p in products), tuple(p.size for p in products))
+    return None if ref_kernel is None else _in_float64(data, ref_kernel)
+
+
+def errors(output: Any, answer: Answer) -> tuple[Errors, ...]:
+    """The errors of each output tensor. ValueError where number or shapes of the outputs are not the answer's."""
+    named = named_tensors(output, "result")
+    if len(named) != len(answer.values):
+        raise ValueError(f"errors: {len(named)} output tensors, the answer has {len(answer.values)}")
+    return tuple(
+        _errors(name, answer.against, got, value, size)
+        for (name, got), value, size in zip(named.items(), answer.values, answer.sizes, strict=True)
+    )
+
+
+def largest(found: Sequence[Errors]) -> tuple[Errors, ...]:
+    """One Errors for each output and answer: the largest of each kind over several calls of a case."""
+    merged: dict[tuple[str, str], Errors] = {}
+    for e in found:
+        key = e.output, e.against
+        merged[key] = _larger(merged[key], e) if key in merged else e
+    return tuple(merged.values())
+
+
+def _larger(a: Errors, b: Errors) -> Errors:
+    worst = max(a, b, key=lambda e: (e.max_relative_rms or 0.0, e.max_absolute))
+    return replace(
+        worst,
+        elements=a.elements + b.elements,
+        max_ulp=_max(a.max_ulp, b.max_ulp),
+        max_absolute=max(a.max_absolute, b.max_absolute),
+        max_relative_rms=_max(a.max_relative_rms, b.max_relative_rms),
+        max_relative_size=_max(a.max_relative_size, b.max_relative_size),
+        special_mismatches=a.special_mismatches + b.special_mismatches,
+    )
+
+
+def _max(a: float | None, b: float | None) -> float | None:
+    return max((n for n in (a, b) if n is not None), default=None)
+
+
+def _errors(
+    name: str, against: Literal["exact", "reference"], got: Tensor, answer: Tensor, size: Tensor | None
+) -> Errors:
+    if got.shape != answer.shape:
+        raise ValueError(f"errors: {name} has shape {tuple(got.shape)}, the answer {tuple(answer.shape)}")
+    dtype = str(got.dtype)
+    got, answer = got.detach(), answer.detach().to(got.device)
+    counted = not got.is_floating_point() and not got.is_complex() or got.dtype in _CODES
+    if counted:
+        # In integers, so that large ones that differ by one are not taken for equal.
+        found, right = (_bytes(t).long() for t in (got, answer))
+        error, fine = (found - right).abs().double(), torch.ones_like(found, dtype=torch.bool)
+        found, right = found.double(), right.double()
+        mismatches = 0
+    else:
+        found, right = _real(got), _real(answer)
+        rounded = right.to(torch.float64 if got.is_complex() else got.dtype).double()
+        fine = found.isfinite() & rounded.isfinite()
+        mismatches = int((~fine & (found != rounded) & ~(found.isnan() & rounded.isnan())).sum())
+        error = torch.where(fine, (found - right).abs(), 0.0)
+    if not error.numel():
+        return Errors(name, against, dtype, 0, None if counted else 0.0, 0.0, None, None, (), None, None)
+    finite_right = right[fine]
+    rms = finite_right.square().mean().sqrt().item() if finite_right.numel() else 0.0
+    worst = error.argmax()
+    index = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
+    largest_error = error.max().item()
+    return Errors(
+        name,
+        against,
+        dtype,
+        error.numel(),
+        None if counted else (error / _ulp(right, got.dtype)).max().item(),
+        largest_error,
+        largest_error / rms if rms else None,
+        rms,
+        index,
+        found[index].item(),
+        right[index].item(),
+        None if size is None else _relative(error, torch.maximum(size.to(error.device), right.abs())),
+        mismatches,
+    )
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype in _CODES else t
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double()
+
+
+def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance between neighbours of `dtype` at these values, subnormals included."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(values.abs().clamp(info.smallest_normal, info.max))
+    return torch.exp2((exponent - 1).double()) * info.eps
+
+
+def _relative(error: Tensor, size: Tensor) -> float:
+    return torch.where(error > 0, error / size, 0.0).nan_to_num(0.0).max().item()
+
+
+def _in_float64(data: Any, ref_kernel: Callable[[Any], Any]) -> Answer | None:
+    """ref_kernel's result on inputs cast to float64; None if it fails or computed anything in a narrower type."""
+    own = copy.deepcopy(data)
+    wide = pytree.tree_map_only(Tensor, _widened, own)
+    watch = _Watch()
+    try:
+        with watch, torch.no_grad():
+            result = ref_kernel(wide)
+    except Exception:  # whatever a reference that is not made for float64 raises
+        return None
+    values = tuple(named_tensors(result, "result").values())
+    narrow = [t for t in values if t.dtype not in _WIDE and (t.is_floating_point() or t.is_complex())]
+    if not watch.exact or narrow or not any(t.dtype in _WIDE for t in values):
+        return None
+    return Answer("exact", values, (None,) * len(values))
+
+
+def _widened(t: Tensor) -> Tensor:
+    if t.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return t.double()
+    return t.to(torch.complex128) if t.dtype == torch.complex64 else t
+
+
+class _Watch(TorchDispatchMode):
+    """Notices every operation that gives a narrower floating type than float64 and is not a mere move of numbers."""
+
+    exact = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = _floating(result)
+        if made and not func.is_view and not all(t.dtype in _WIDE for t in made):
+            given = _floating((args, kwargs))
+            moved = func.overloadpacket.__name__ in _MOVES
+            if given and not (moved and all(_holds(out.dtype, t.dtype) for out in made for t in given)):
+                self.exact = False
+        return result
+
+
+def _floating(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of one floating type is one of the other."""
+    if wide == narrow:
+        return True
+    if wide in _CODES or narrow in _CODES or wide.is_complex != narrow.is_complex:
+        return False
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return a.eps <= b.eps and a.max >= b.max and a.smallest_normal * a.eps <= b.smallest_normal * b.eps
