@@ -204,18 +204,22 @@ def test_a_problem_of_the_same_name_with_other_inputs_is_another_problem():
 # --- names in evidence ---------------------------------------------------------------------------------------------
 
 
+SIZES = {"m": 8, "n": 16, "k": 32, "l": 1}
+GROUPS = {"m": [8, 9], "n": [4, 4], "k": [32, 32], "g": 2}
+
+
 @pytest.mark.parametrize(
     ("task", "values", "text"),
     [
-        ("nvfp4_gemv", {"m": 128, "k": 256, "l": 2}, "linear M=1 N=128 K=256 L=2 nvfp4 x nvfp4 -> fp16 on sm_90"),
-        ("nvfp4_gemm", {"m": 8, "n": 16, "k": 32, "l": 1}, "linear M=8 N=16 K=32 nvfp4 x nvfp4 -> fp16 on sm_90"),
-        ("nvfp4_dual_gemm", {"m": 8, "n": 16, "k": 32, "l": 1}, "gated_linear M=8 N=16 K=32 nvfp4 x nvfp4 -> fp16 on sm_90"),
-        ("nvfp4_group_gemm", {"m": [8, 9], "n": [4, 4], "k": [32, 32], "g": 2}, "grouped_linear M=17 N=4 K=32 G=2 nvfp4 x nvfp4 -> fp16 on sm_90"),
-        ("mxfp4-mm", {"m": 8, "n": 16, "k": 32}, "linear M=8 N=16 K=32 bf16 x mxfp4 -> bf16 b in CDNA_32x8/LINEAR on sm_90"),
+        ("nvfp4_gemv", {"m": 128, "k": 256, "l": 2}, "linear M=1 N=128 K=256 L=2 nvfp4 x nvfp4 -> fp16"),
+        ("nvfp4_gemm", SIZES, "linear M=8 N=16 K=32 nvfp4 x nvfp4 -> fp16"),
+        ("nvfp4_dual_gemm", SIZES, "gated_linear M=8 N=16 K=32 nvfp4 x nvfp4 -> fp16"),
+        ("nvfp4_group_gemm", GROUPS, "grouped_linear M=17 N=4 K=32 G=2 nvfp4 x nvfp4 -> fp16"),
+        ("mxfp4-mm", SIZES, "linear M=8 N=16 K=32 bf16 x mxfp4 -> bf16 b in CDNA_32x8/LINEAR"),
     ],
-)  # fmt: skip
+)
 def test_problems_have_their_names(task, values, text):
-    assert str(problem_of(task, values, "sm_90")) == text
+    assert str(problem_of(task, values, "sm_90")) == f"{text} on sm_90"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +227,7 @@ def test_problems_have_their_names(task, values, text):
     [
         ("vectoradd", {"size": 8}),
         ("nvfp4_gemm", {"size": 8}),
-        ("nvfp4_group_gemm", {"m": [8, 9], "n": [4, 8], "k": [32, 32], "g": 2}),
+        ("nvfp4_group_gemm", GROUPS | {"n": [4, 8]}),
     ],
 )
 def test_other_problems_have_none(task, values):

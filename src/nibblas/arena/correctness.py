@@ -121,7 +121,7 @@ def _errors(
         raise ValueError(f"errors: {name} has shape {tuple(got.shape)}, the answer {tuple(answer.shape)}")
     dtype = str(got.dtype)
     got, answer = got.detach(), answer.detach().to(got.device)
-    counted = not got.is_floating_point() and not got.is_complex() or got.dtype in _CODES
+    counted = (not got.is_floating_point() and not got.is_complex()) or got.dtype in _CODES
     if counted:
         # In integers, so that large ones that differ by one are not taken for equal.
         found, right = (_bytes(t).long() for t in (got, answer))

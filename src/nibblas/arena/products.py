@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nibblas import reference
 from nibblas.formats import MXFP4, NVFP4
-from nibblas.layouts import CDNA_32x8, LINEAR
+from nibblas.layouts import LINEAR, CDNA_32x8
 from nibblas.problem import Problem
 from nibblas.quantize import quantize
 from nibblas.tensor import ScaledTensor
