@@ -202,10 +202,14 @@ class Run(_Spec):
     ----------
     workload : None where the source gives one figure for a whole board.
     claimed : somebody else's word; False means that nibblas ran it and keeps how.
+    reason : of a status that is not "passed".
+    observed_at : when it ran; where a source gives only that, when it was handed in.
     samples : seconds, in order.
     floor : the least seconds that physics allows there, where known.
     error, hardened : the largest deviation from the oracle, and whether the inputs covered all codes and scales.
-    integrity : findings of the arena, each {"class", "severity", "what"}.
+    beside : medians, in seconds, of what else was timed in the same run.
+    config : of the implementation, as it was run.
+    integrity : findings of the arena on its conduct, as its record has them.
     record : where the whole record lies: a file's name, a line, a row.
     """
 
@@ -217,12 +221,15 @@ class Run(_Spec):
     environment: Environment
     status: RunStatus
     claimed: bool
+    reason: str | None = None
     observed_at: str | None = None  # ISO 8601, UTC
     figures: tuple[Figure, ...] = ()
     samples: tuple[float, ...] = ()
     floor: float | None = None
     error: float | None = None
     hardened: bool = False
+    beside: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     integrity: tuple[Mapping[str, Any], ...] = ()
     kernel_digest: str | None = None  # Kernel.digest at that time, of nibblas's own kernels
     command: str | None = None
@@ -238,7 +245,8 @@ class CompatFact:
     """One of the five separate facts: what a source declares, requires, was compiled for, ran on, or was refused by.
 
     A fact names a `gpu` (a product), an `arch` ("sm_100a", "gfx950"), or a `needs` (a package, a tool) with its version
-    constraint. `path` and `line` (from 1) cite the source where the fact was read from one.
+    constraint. `path` and `line` (from 1) cite the source where the fact was read from one. `claimed` marks another's
+    word for what nibblas would have to see itself: that it was compiled, measured or refused.
     """
 
     kind: FactKind
@@ -248,6 +256,7 @@ class CompatFact:
     reason: str | None = None
     path: str | None = None
     line: int | None = None
+    claimed: bool = False
 
 
 @dataclass(frozen=True)
@@ -290,7 +299,7 @@ class Source:
 class Implementation(_Spec):
     """One revision of an implementation. Its identity is what its source says and its files hold.
 
-    What an importer reads from the files (language to tensors) and when and from where it came are outside of that.
+    What an importer reads from the files, and when and from where they came, are outside of that.
 
     Parameters
     ----------
@@ -299,6 +308,7 @@ class Implementation(_Spec):
     licence : declared for the implementation itself, as the source writes it.
     entry_point, signature : the function that a user calls, and its line.
     package, import_path : what to install, and what to import, where there is such.
+    limitations : what is known to be lost or missing, in sentences.
     record : what finds it again inside the source: a row, a submission, a relative path.
     revision, supersedes : number from 1, and digest of the one before; the store gives both.
     """
@@ -332,6 +342,7 @@ class Implementation(_Spec):
     licence: str | None = None
     package: str | None = None
     import_path: str | None = None
+    limitations: tuple[str, ...] = ()
     record: str | None = None
     revision: int | None = None
     supersedes: str | None = None

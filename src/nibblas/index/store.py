@@ -284,11 +284,14 @@ class Store:
             environment=self._identified("environment", run.environment),
             status=run.status,
             claimed=run.claimed,
+            reason=run.reason,
             observed_at=run.observed_at,
             samples=_pack(run.samples),
             floor=run.floor,
             error=run.error,
             hardened=run.hardened,
+            beside=_json(run.beside),
+            config=_json(run.config),
             integrity=_json(run.integrity),
             kernel_digest=run.kernel_digest,
             command=run.command,
@@ -619,6 +622,7 @@ def _description(implementation: Implementation) -> dict[str, Any]:
         "entry_point": implementation.entry_point,
         "signature": implementation.signature,
         "tensors": _json(implementation.tensors),
+        "limitations": _json(implementation.limitations),
     }
 
 
@@ -638,7 +642,9 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_values)
 
 
-JSON_COLUMNS = {"axes", "parameters", "correctness", "details", "versions", "facts", "integrity"}
+JSON_COLUMNS = frozenset(
+    "axes parameters correctness details versions facts beside config integrity limitations".split()
+)
 
 
 def _made(kind: type[Spec], row: sqlite3.Row, **given: Any) -> Spec:

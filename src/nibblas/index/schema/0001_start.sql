@@ -73,6 +73,7 @@ CREATE TABLE implementation (
     licence TEXT,
     package TEXT,
     import_path TEXT,
+    limitations TEXT NOT NULL,
     source INTEGER NOT NULL REFERENCES source,
     record TEXT,
     imported_at TEXT NOT NULL,
@@ -160,6 +161,7 @@ CREATE TABLE compat (
     reason TEXT,
     path TEXT,
     line INTEGER,
+    claimed INTEGER NOT NULL CHECK (claimed IN (0, 1)),
     UNIQUE (implementation, digest)
 ) STRICT;
 CREATE INDEX compat_gpu ON compat (gpu, kind, implementation) WHERE gpu IS NOT NULL;
@@ -187,11 +189,14 @@ CREATE TABLE run (
     environment INTEGER NOT NULL REFERENCES environment,
     status TEXT NOT NULL,
     claimed INTEGER NOT NULL CHECK (claimed IN (0, 1)),
+    reason TEXT,
     observed_at TEXT,
     samples BLOB,
     floor REAL,
     error REAL,
     hardened INTEGER NOT NULL CHECK (hardened IN (0, 1)),
+    beside TEXT NOT NULL,
+    config TEXT NOT NULL,
     integrity TEXT NOT NULL,
     kernel_digest TEXT,
     command TEXT,
