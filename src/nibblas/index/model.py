@@ -184,7 +184,10 @@ class Environment(_Spec):
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a run: metric "latency" is in seconds, "error" relative. low and high are its 95 % interval."""
+    """One number of a run; low and high are its 95 % interval.
+
+    The metrics "latency" and "score" (a board's one figure over all its cases) are in seconds.
+    """
 
     metric: str
     statistic: str | None
@@ -209,7 +212,7 @@ class Run(_Spec):
     error, hardened : the largest deviation from the oracle, and whether the inputs covered all codes and scales.
     beside : medians, in seconds, of what else was timed in the same run.
     config : of the implementation, as it was run.
-    integrity : findings of the arena on its conduct, as its record has them.
+    integrity : findings of the arena on its conduct, each {"class", "severity", "what", ...}.
     record : where the whole record lies: a file's name, a line, a row.
     """
 
