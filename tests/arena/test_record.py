@@ -30,7 +30,7 @@ from nibblas.arena.record import (
 SHA = "0" * 64
 
 ERRORS = Errors("result[1]", "exact", "torch.float16", 8, 1.0, 0.25, 0.01, 25.0, (0, 3), 1.25, 1.0, 1e-3, 1)
-COVERAGE = Coverage("data[0]", "torch.uint8", (2, 4), "perhaps e2m1 pairs", 0.5, low_codes=(0, 15), high_codes=(0,))
+COVERAGE = Coverage("data[0]", "torch.uint8", (2, 4), "perhaps e2m1 pairs", 0.5, low_codes="0f", high_codes="0")
 CASE = CaseResult(
     "benchmark",
     "m: 128; k: 256",

@@ -95,8 +95,8 @@ class Errors:
 class Coverage:
     """Which values occurred in one input tensor over the calls of a case; shares are of its elements.
 
-    `kind` says how the bytes were read. The tuples of codes are those that occurred: e2m1 codes (0 to 15) of each
-    nibble for packed pairs, byte codes for block scales. Magnitudes are of finite nonzero values.
+    `kind` says how the bytes were read. The codes are those that occurred, in hexadecimal: "0127" for the e2m1 codes of
+    low and of high nibbles, "00-7e 80" for bytes. Magnitudes are of finite values that are not zero.
     """
 
     tensor: str  # "data[0]"
@@ -109,9 +109,9 @@ class Coverage:
     infinite: float = 0.0
     smallest: float | None = None
     largest: float | None = None
-    low_codes: tuple[int, ...] | None = None
-    high_codes: tuple[int, ...] | None = None
-    byte_codes: tuple[int, ...] | None = None
+    low_codes: str | None = None
+    high_codes: str | None = None
+    byte_codes: str | None = None
 
 
 @dataclass(frozen=True)
