@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from nibblas.index.evidence_levels import Levels, Numerics, State, Timing
+from nibblas.index.evidence_levels import Levels, Numerics, Timing
 from nibblas.index.model import (
     Claim,
     CompatFact,
@@ -126,8 +126,19 @@ class RunLine:
 
 
 @dataclass(frozen=True)
+class Fastest:
+    """The passed run of an implementation that took the least time; on other workloads it may be slow."""
+
+    run: str
+    figure: Figure
+    workload: Ref | None
+    device: str | None
+    claimed: bool
+
+
+@dataclass(frozen=True)
 class Card:
-    """An implementation in a list. `best` is its fastest ranked run, if it has one; techniques are those it uses."""
+    """An implementation in a list; techniques are those that it uses."""
 
     slug: str
     name: str
@@ -138,16 +149,14 @@ class Card:
     language: str | None
     framework: str | None
     origin: Origin
-    numerics: Numerics
-    timing: Timing
-    states: tuple[State, ...]
+    levels: Levels
     licence: str | None
     licence_concluded: str | None
     source_kind: str
     source_shown: bool
     techniques: tuple[str, ...]
     devices: tuple[str, ...]  # with a passed run
-    best: RunLine | None
+    fastest: Fastest | None
     imported_at: str
 
 
@@ -333,6 +342,7 @@ class OperationPage:
     tensors: tuple[Tensor, ...]
     workloads: tuple[WorkloadLine, ...]
     cohorts: tuple[CohortTable, ...]
+    more_cohorts: int
     implementations: tuple[Card, ...]
     more_implementations: int
 
@@ -382,6 +392,7 @@ class HardwarePage:
     line: HardwareLine
     facts: Mapping[str, Any]  # of the hardware table
     cohorts: tuple[CohortTable, ...]
+    more_cohorts: int
     results: Results
 
 

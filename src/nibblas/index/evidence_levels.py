@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from nibblas.index.model import Environment, Event, Run, digest_of
+from nibblas.index.model import Event, digest_of
 
 POLICY = "evidence-1"
 Numerics = Literal["none", "claimed", "checked", "checked-hardened"]
@@ -41,27 +41,6 @@ class Observed(NamedTuple):
     error: float | None = None
     hardened: bool = False
     refusals: tuple[str, ...] = ()  # classes of integrity findings that ended the run
-
-    @classmethod
-    def of(cls, run: Run) -> "Observed":
-        """The same of a Run."""
-        seconds, low, high = latency(run)
-        return cls(
-            run.digest,
-            run.status,
-            run.claimed,
-            run.workload.digest if run.workload else None,
-            run.environment.device,
-            run.environment.threads,
-            run.environment.facts.get("host"),
-            seconds,
-            low,
-            high,
-            len(run.samples),
-            run.error,
-            run.hardened,
-            refusals(run.integrity),
-        )
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -103,13 +82,6 @@ class Levels:
     policy: str = POLICY
 
 
-def latency(run: Run) -> tuple[float | None, float | None, float | None]:
-    """Seconds, low and high of the figure that ranks: the median latency, else the first latency that is given."""
-    figures = [figure for figure in run.figures if figure.metric == "latency"]
-    figure = next((figure for figure in figures if figure.statistic == "median"), figures[0] if figures else None)
-    return (figure.value, figure.low, figure.high) if figure else (None, None, None)
-
-
 def refusals(integrity: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The classes of those integrity findings that end a run."""
     return tuple(str(finding.get("class")) for finding in integrity if finding.get("severity") == "refuse")
@@ -118,7 +90,8 @@ def refusals(integrity: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def levels(observed: Iterable[Observed], events: Iterable[Event] = (), compiled: bool = False) -> Levels:
     """What is known of one implementation, or of one of its workloads on one device.
 
-    `compiled` says that a compile is stored as a fact. Events whose subject is none of the runs speak of the whole.
+    `compiled` says that a compile of nibblas's own is stored as a fact. Events whose subject is none of the runs speak
+    of the whole.
     """
     observed, events = list(observed), list(events)
     void = voided(observed, events)
@@ -266,7 +239,10 @@ def _next_timing(level: Timing, timed: Sequence[Observed], states: Iterable[Stat
 
 @dataclass(frozen=True)
 class Cohort:
-    """What times have in common that may be ranked together. The texts but for device are digests."""
+    """What times have in common that may be ranked together.
+
+    operation is a slug, workload and protocol are digests. Somebody else's word is never ranked with what was run here.
+    """
 
     operation: str
     workload: str | None
@@ -287,22 +263,6 @@ def settings(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(facts[name])) for name in SETTINGS if facts.get(name) is not None)
 
 
-def cohort(run: Run) -> Cohort | None:
-    """The cohort of a run; None where its device is unknown, so that it can be compared with nothing."""
-    environment: Environment = run.environment
-    if environment.device is None:
-        return None
-    return Cohort(
-        run.operation.digest,
-        run.workload.digest if run.workload else None,
-        run.protocol.digest,
-        environment.device,
-        environment.threads,
-        run.claimed,
-        settings(environment.facts),
-    )
-
-
 class Entrant(NamedTuple):
     """A run of a cohort. `implementation` is the same for all of its revisions; `void` says why it doesn't count."""
 
@@ -318,7 +278,7 @@ class Entrant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
+class Place:
     """A run's place: ranks count from 1 without gaps, and `tied` says that the rank is shared."""
 
     run: str
@@ -334,7 +294,7 @@ class Excluded:
     reasons: tuple[str, ...]
 
 
-def rank(entrants: Iterable[Entrant]) -> tuple[list[Standing], list[Excluded]]:
+def rank(entrants: Iterable[Entrant]) -> tuple[list[Place], list[Excluded]]:
     """Order one cohort, fastest first; runs share a rank while the intervals of all of them have a time in common.
 
     Each implementation stands once, by its latest run that counts, so that running often wins nothing.
@@ -361,8 +321,8 @@ def rank(entrants: Iterable[Entrant]) -> tuple[list[Standing], list[Excluded]]:
         else:
             shared_low, shared_high = low, high
             groups.append([entrant.run])
-    standings = [Standing(run, place, len(group) > 1) for place, group in enumerate(groups, start=1) for run in group]
-    return standings, excluded
+    places = [Place(run, number, len(group) > 1) for number, group in enumerate(groups, start=1) for run in group]
+    return places, excluded
 
 
 def _reasons(entrant: Entrant) -> Iterable[str]:
