@@ -16,6 +16,7 @@ from typing import Literal
 
 from nibblas.arena.problem import ArenaError, Task, is_plain
 from nibblas.arena.record import Finding, Scalar, SubmissionFacts
+from nibblas.arena.standins import provides
 
 SUFFIXES = {"py": (".py",), "cu": (".cu", ".cuh", ".cpp")}
 MAX_BYTES = 16 << 20  # of all files of a submission together
@@ -190,12 +191,12 @@ def _trees(submission: Submission) -> Iterator[tuple[str, ast.Module]]:
 
 
 def why_not(
-    submission: Submission, task: Task, arch: str, stands_in: Callable[[str, str | None], bool] = lambda *_: False
+    submission: Submission, task: Task, arch: str, stands_in: Callable[[str, str | None], bool] = provides
 ) -> str | None:
     """Why this machine can't run a submission, as far as its text tells; None where it may be tried.
 
     `arch` is the device's (nibblas.problem.arch_of): "cpu", "sm_90", "gfx950". `stands_in(module, name)` tells whether
-    something of ours takes the place of a module, or of a name in it.
+    something of ours takes the place of a module, or of a name in it (name None asks for the module).
     """
     beside = _names_beside(submission, task)
     for found in imports(submission):
@@ -308,14 +309,31 @@ def _compiles_for_gpu(call: ast.Call) -> bool:
     return any(text.endswith((".cu", ".hip")) for text in texts)
 
 
-# Messages that an error has where the machine, not the submission, is at fault.
+# What errors say where the machine, not the submission, is at fault: torch, its extensions, compilers, CuTe DSL, Triton.
 _LACKS = re.compile(
-    r"not compiled with CUDA|no NVIDIA (GPU|driver)|No (CUDA|HIP) GPUs are available|CUDA_HOME environment variable"
-    r"|no kernel image is available|not supported on \.target|unsupported gpu architecture|invalid device function"
-    r"|requires \.target|0 active drivers|nvcc.{0,40}not found|hipcc.{0,40}not found|Ninja is required"
-    r"|requires? (sm_|compute capability|SM ?\d)|only supported (on|for) (CUDA|ROCm|gfx|sm_|devices)"
-    r"|Triton is not (available|installed)|ptxas.{0,80}(not defined for|Unknown option).{0,20}gpu-name",
-    re.IGNORECASE | re.DOTALL,
+    "|".join(
+        (
+            r"not compiled with CUDA enabled",
+            r"no NVIDIA driver on your system",
+            r"No (CUDA|HIP) GPUs are available",
+            r"Cannot access accelerator device when none is available",
+            r"instantiate dummy base class",
+            r"requires CUDA support",
+            r"without ATen_cuda library",
+            r"NVTX functions not installed",
+            r"CUDA_HOME environment variable is not set",
+            r"Ninja is required to load",
+            r"no kernel image is available",
+            r"invalid device function",
+            r"(nvcc|hipcc)['\"]?: (command )?not found|No such file or directory: '[^']*(nvcc|hipcc)'",
+            r"not supported on \.target|requires \.target|unsupported gpu architecture",
+            r"is not defined for option 'gpu-name'",
+            r"expects arch to be one of",
+            r"0 active drivers",
+            r"nibblas' stand-in for",
+        )
+    ),
+    re.IGNORECASE,
 )
 
 
