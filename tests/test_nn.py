@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nibblas as nb
 import nibblas.nn as fp4
-from nibblas import dispatch, reference
+from nibblas import dispatch, operators, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import kernels, torch_linear
 from nibblas.layouts import FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4, LINEAR, ROWS_16x1, ROWS_16x4
@@ -77,30 +78,69 @@ def test_forward_is_the_product_with_the_stored_weight(storage, format, dtype, r
         assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
 
 
-def test_the_short_way_is_the_operator(monkeypatch):
-    """Without gradients the kernel is called directly; with them or with replaced buffers, by the operator."""
+def test_a_bound_product_is_the_operator(monkeypatch):
+    """A call like one before runs what that one bound, unless a gradient is asked or weight or bias are others."""
     monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TILED))
     dispatch.forget()
-    calls = []
-    launch = fp4.launch_linear
-    monkeypatch.setattr(fp4, "launch_linear", lambda *operands: (calls.append(1), launch(*operands)))
-    layer, x = FP4Linear.from_linear(linear(), rotation=16), draw(5, 64)
-    by_operator = layer(x)
-    assert not calls  # the bias takes a gradient
+    ran = []
+
+    def counted(*operands):
+        run = operators.bind_linear(*operands)
+        return lambda x, y: (ran.append(threading.get_ident()), run(x, y))
+
+    monkeypatch.setattr(fp4, "bind_linear", counted)
+    layer, x = FP4Linear.from_linear(linear()), draw(2, 5, 64)
+    w = layer.weight_scaled
+    expected = nb.linear(x, w, layer.bias).detach()
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), expected)
+    assert not ran  # the bias takes a gradient
     with torch.no_grad():
-        assert torch.equal(layer(x), by_operator)
-        assert len(calls) == 1
+        assert torch.equal(layer(x), expected)
+        assert not ran  # the first of its kind
+        for dense in (x, x.clone(), draw(10, 64).view(2, 5, 64)):
+            y = layer(dense)
+            assert torch.equal(y, nb.linear(dense, w, layer.bias))
+            assert y.is_contiguous()
+        assert len(ran) == 3
+        strided = torch.stack((x, x), -1)[..., 0]
+        assert torch.equal(layer(strided), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        assert len(ran) == 3
+        in_thread = threading.Thread(target=torch.no_grad()(lambda: (layer(x), layer(x))))
+        in_thread.start()
+        in_thread.join()
+        assert len(ran) == 4
+        assert ran[3] != threading.get_ident()
+
         for part in ("weight", "weight_scale", "weight_global_scale"):
             before = getattr(layer, part)
             setattr(layer, part, before * 0)
-            assert torch.equal(layer(x), layer.bias.expand(5, 24))
+            assert torch.equal(layer(x), layer.bias.expand(2, 5, 24))
             setattr(layer, part, before)
-        assert len(calls) == 1
-        other = FP4Linear.from_linear(linear(seed=9), rotation=16)
+        layer.bias.data = layer.bias.data + 1
+        assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
+        layer.bias = torch.nn.Parameter(torch.zeros(24))
+        assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
+        assert len(ran) == 4
+        twin = copy.deepcopy(layer)
+        twin.weight.zero_()
+        assert torch.equal(twin(x), layer.bias.expand(2, 5, 24))
+        assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+        ran.clear()
+        other = FP4Linear.from_linear(linear(seed=9))
         other.bias = layer.bias
         layer.swap(other.weight_scaled)
         assert torch.equal(layer(x), other(x))
-        assert len(calls) == 3
+        assert torch.equal(layer(x), other(x))
+        assert len(ran) == 2
+        dispatch.forget()
+        layer(x)
+        assert len(ran) == 2
+        for rows in range(1, 2 * fp4.MOST_BOUND):
+            layer(draw(rows, 64))
+        assert len(layer._bound) <= fp4.MOST_BOUND
     dispatch.forget()
 
 

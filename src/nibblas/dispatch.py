@@ -175,6 +175,16 @@ def explain_problem(problem: Problem, device: torch.device) -> Explanation:
     return Explanation(problem, line.floor(problem), line.source, chosen, candidates)
 
 
+_age = 0
+
+
+def age() -> int:
+    """How often choices were dropped: one remembered elsewhere holds while this stays the same."""
+    return _age
+
+
 def forget() -> None:
     """Drop remembered choices, after new evidence or a new roofline."""
+    global _age
+    _age += 1
     _choose.cache_clear()

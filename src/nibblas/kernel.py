@@ -37,6 +37,9 @@ class Kernel:
         function, for kernels made of products.
     sources : files under the package whose text is the kernel; their digest dates its evidence.
     cost : Problem, Roofline -> seconds expected, where nothing was measured.
+    bind : linear only, optional: bind(a, b, bias, out) -> run(a, out), a cheaper launch for more operands like these: a
+        and out contiguous, of as many elements, of these dtypes and this device, b and bias the very same memory. What
+        it gives belongs to the thread that asked.
     a_layouts, b_layouts : accepted (layout, data_layout) of an operand, None for any. The first of b's is what a module
         should store its weights in.
     also : a reason not to run that the data can't say, or None.
@@ -56,6 +59,7 @@ class Kernel:
     a_layouts: Layouts | None = PLAIN
     b_layouts: Layouts | None = PLAIN
     also: Callable[[Problem], str | None] | None = None
+    bind: Callable | None = None
     batched: bool = False
     batch_invariant: bool = False
     decodes_weights: bool = False

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, Self
+from threading import get_ident
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nibblas import ops
-from nibblas.dispatch import best_storage, rank
+from nibblas.dispatch import age, best_storage, rank
 from nibblas.formats import NVFP4, Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.kernels.torch_linear import decode
 from nibblas.layouts import LINEAR, Layout
-from nibblas.operators import as_arguments, launch_linear
+from nibblas.operators import as_arguments, bind_linear, on_device
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
 from nibblas.roofline import threads_of
@@ -72,6 +73,23 @@ def _observed() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
+
+
+class _Bound(NamedTuple):
+    """A product with a layer's weight whose checks and choice were made, and what they were made for."""
+
+    run: Callable[[Tensor, Tensor], None]  # x as a matrix (M, K), y (M, N)
+    weight: ScaledTensor
+    bias: Tensor | None
+    bias_at: int  # its address
+    shape: tuple[int, ...]  # of y
+    strides: tuple[int, ...]
+    device_type: str
+    age: int  # of the choice: dispatch.age
+
+
+# Products that a layer keeps bound: of so many shapes of x, and threads.
+MOST_BOUND = 16
 
 
 def _check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
@@ -339,6 +357,7 @@ class FP4Linear(_PackedModule):
         self._tied: list[FP4Linear] = []  # the others that share this weight
         self._spec = ""
         self._unrotated: ScaledTensor | None = None  # the weight as kernels take it
+        self._bound: dict[tuple, _Bound] = {}  # by shape, dtype and device of x, and thread
         self.register_buffer("decoded", None, persistent=False)
         self.register_parameter(
             "bias", nn.Parameter(torch.zeros(out_features, device=device, dtype=self.dtype)) if bias else None
@@ -430,6 +449,9 @@ class FP4Linear(_PackedModule):
         self._buffers.update(weight=w.data, weight_scale=w.scale, weight_global_scale=w.global_scale)
         self._unrotated = replace(w, rotation=0) if w.rotation else w
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bound": {}}  # what is bound is this very layer's, in this process
+
     def _linear_parts(self, name, destination):
         for layer in self._tied:
             shared = [part() for part in _SAVED.get(layer, ())]
@@ -445,6 +467,50 @@ class FP4Linear(_PackedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) bf16, fp16 or fp32 -> (..., N) of x's dtype, or of autocast's."""
+        if type(x) is not Tensor or _observed():
+            return self._forward(x)
+        key = (x.shape, x.dtype, x.device, get_ident())
+        bound = self._bound.get(key)
+        if bound is not None and self._holds(bound, x):
+            y = x.new_empty((*x.shape[:-1], self.out_features))
+            bound.run(x, y)
+            return y
+        y = self._forward(x)
+        self._bind(key, x, y)
+        return y
+
+    def _holds(self, bound: _Bound, x: Tensor) -> bool:
+        """Whether a call with x may do what was bound, with no operator around it."""
+        bias, w, held = bound.bias, bound.weight, self._buffers
+        return (
+            w is self._unrotated
+            and w.data is held["weight"]
+            and w.scale is held["weight_scale"]
+            and w.global_scale is held["weight_global_scale"]
+            and bias is self._parameters["bias"]
+            and (bias is None or bias.data_ptr() == bound.bias_at)
+            and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+            and bound.age == age()
+            and x.is_contiguous()
+            and not torch.is_autocast_enabled(bound.device_type)
+        )
+
+    def _bind(self, key: tuple, x: Tensor, y: Tensor) -> None:
+        """Keep the product that made y of x for calls like this one, if it is one that can be kept."""
+        w, bias = self._unrotated, self.bias
+        if w is None or not y.numel() or self.decoded is not None or self.rotation or self._activations != "none":
+            return
+        at, place = 0 if bias is None else bias.data_ptr(), (tuple(y.shape), y.stride(), y.device.type)
+        bound = _Bound(lambda x, y: None, w, bias, at, *place, age())
+        if not self._holds(bound, x):
+            return
+        with on_device(w.device):
+            run = bind_linear(x.view(-1, self.in_features), w, bias, y.view(-1, self.out_features))
+        if len(self._bound) >= MOST_BOUND:
+            self._bound.clear()
+        self._bound[key] = bound._replace(run=run)
+
+    def _forward(self, x: Tensor) -> Tensor:
         _check_tensor("FP4Linear", "x", x)
         _check_dtype("FP4Linear", "x", x.dtype)
         device = x.device
@@ -467,27 +533,13 @@ class FP4Linear(_PackedModule):
         return self._packed(rows, dtype) if self.decoded is None else self._dense(rows, self.decoded, dtype)
 
     def _packed(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        w, bias, held = self._unrotated, self.bias, self._buffers
+        bias = self.bias
         if bias is not None:
             _check_dtype("FP4Linear", "bias", bias.dtype)
             if bias.shape != (self.out_features,):
                 raise ValueError(f"FP4Linear: bias has shape {tuple(bias.shape)}, need ({self.out_features},)")
-        differentiate = torch.is_grad_enabled() and (rows.requires_grad or (bias is not None and bias.requires_grad))
-        if (
-            differentiate
-            or type(rows) is not Tensor
-            or _observed()
-            or w is None
-            or w.data is not held["weight"]
-            or w.scale is not held["weight_scale"]
-            or w.global_scale is not held["weight_global_scale"]
-        ):
-            weight = (self.weight, self.weight_scale, self.weight_global_scale, self._spec)
-            return torch.ops.nibblas.linear(rows, None, None, "", *weight, bias, None, False, dtype)
-        # The same without the operator around it, which costs more than a small product.
-        y = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
-        launch_linear(rows, w, bias, y, None, False)
-        return y
+        weight = (self.weight, self.weight_scale, self.weight_global_scale, self._spec)
+        return torch.ops.nibblas.linear(rows, None, None, "", *weight, bias, None, False, dtype)
 
     def _dense(self, rows: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
         common = torch.promote_types(rows.dtype, decoded.dtype)

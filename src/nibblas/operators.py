@@ -6,7 +6,7 @@ matrices ([L,] rows, K), none of them rotated.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -55,8 +55,14 @@ def _rows(data: Tensor, spec: str) -> int:
     return data.shape[-2] if matrix is None else matrix[0]
 
 
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+_HERE = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """A context in which this device is the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def linear_problem(
@@ -113,12 +119,42 @@ def launch_linear(
         out.zero_() if bias is None else out.copy_(bias)
         return
     kernel = choose(linear_problem(a, b, bias, out.dtype, batch_invariant), b.device, name)
-    with _on(b.device):
+    with on_device(b.device):
         if b.ndim == 2 or kernel.batched:
             kernel.launch(a, b, bias, out)
         else:
             for l in range(b.shape[0]):
                 kernel.launch(a[l], b[l], bias, out[l])
+
+
+def bind_linear(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """launch_linear(a, b, bias, out) as run(a, out), for more a and out that are like these in all but their place.
+
+    That is: contiguous, of as many elements, of these dtypes and this device, with b and bias the very same memory.
+    What is returned belongs to the thread that asked.
+    """
+    kernel, index = choose(linear_problem(a, b, bias, out.dtype), b.device), b.device.index
+    a_shape, out_shape = a.shape, out.shape
+    if kernel.bind is not None:
+        launch = kernel.bind(a, b, bias, out)
+    else:
+
+        def launch(a: Tensor, out: Tensor) -> None:
+            if a.ndim != 2:
+                a, out = a.view(a_shape), out.view(out_shape)
+            kernel.launch(a, b, bias, out)
+
+    if b.device.type != "cuda":
+        return launch
+
+    def run(a: Tensor, out: Tensor) -> None:
+        if torch.cuda.current_device() == index:
+            launch(a, out)
+        else:
+            with torch.cuda.device(index):
+                launch(a, out)
+
+    return run
 
 
 def _best_linear(a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
@@ -138,7 +174,7 @@ def launch_grouped(
     if not out.numel():
         return
     problem = _product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
-    with _on(w.device):
+    with on_device(w.device):
         choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=_best_linear)
 
 
@@ -155,7 +191,7 @@ def launch_gated(
     if not out.numel():
         return
     problem = _product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
-    with _on(w_up.device):
+    with on_device(w_up.device):
         kernel = choose(problem, w_up.device, name)
         kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=_best_linear)
 
@@ -252,7 +288,7 @@ def _quantize(x, global_scale, format, scale_rule, kernel):
         rule=scale_rule,
         arch=arch_of(x.device),
     )
-    with _on(x.device):
+    with on_device(x.device):
         w = choose(problem, x.device, kernel).launch(x, target, scale_rule, global_scale)
     # An operator's results may not be its inputs, and have one type: MXFP4's absent global scale travels as a 1.
     own = x.new_ones((), dtype=torch.float32) if w.global_scale is None else w.global_scale.clone()

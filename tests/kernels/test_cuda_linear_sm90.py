@@ -10,11 +10,12 @@ import pytest
 import torch
 from checks import assert_close, poisoned_empty, random_codes, random_dense
 
-from nibblas import reference
+from nibblas import ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cuda_linear_sm90, cuda_module
 from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure
 from nibblas.layouts import LINEAR
+from nibblas.nn import FP4Linear
 from nibblas.tensor import ScaledTensor
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -146,6 +147,60 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path, monkeypatch):
     assert not list((tmp_path / "cuda").glob("*.partial"))
 
 
+# --- the launch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What launches would have passed to the device code, a tuple of Arguments each."""
+    seen = []
+
+    class Recorder:
+        def __init__(self):
+            self.arguments = bytearray(cuda_linear_sm90.ARGUMENTS.size)
+
+        def __call__(self, stream):
+            seen.append(cuda_linear_sm90.ARGUMENTS.unpack(self.arguments))
+
+    monkeypatch.setattr(cuda_linear_sm90, "_prepared", cuda_linear_sm90._Prepared())
+    monkeypatch.setattr(cuda_linear_sm90, "prepare", lambda *_: Recorder())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=str)
+def test_arguments_of_a_launch(launched, format, bias):
+    g = generator(9)
+    b = prepacked(random_codes((3, 40, 256), format, g))
+    bias = None if bias is None else random_dense((40,), bias, g)
+    a, out = random_dense((3, 5, 256), torch.bfloat16, g), torch.empty(3, 5, 40, dtype=torch.float16)
+    cuda_linear_sm90.launch(a, b, bias, out)
+    places = [b.data, b.scale, a, out, bias, b.global_scale]
+    pitches = (512, 80, 5 * 512, 5 * 80, b.data.stride(0), b.scale.stride(0))
+    sizes = (0 if b.global_scale is None else 1, 5, 40, 256, 0 if bias is None else 1, 2)
+    assert launched == [(*(0 if t is None else t.data_ptr() for t in places), *pitches, *sizes)]
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_bound_launch_is_a_launch(launched, format):
+    g = generator(10)
+    b, bias = prepacked(random_codes((40, 256), format, g)), random_dense((40,), torch.bfloat16, g)
+    a, out = random_dense((5, 256), torch.bfloat16, g), torch.empty(5, 40, dtype=torch.bfloat16)
+    run = cuda_linear_sm90.bind(a, b, bias, out)
+    other = prepacked(random_codes((40, 256), format, g))
+    others = random_dense((5, 256), torch.bfloat16, g), torch.empty(5, 40, dtype=torch.bfloat16)
+    cuda_linear_sm90.launch(others[0], other, None, others[1])  # uses the same buffer of arguments
+    for x, y in ((a, out), others):
+        run(x, y)
+        cuda_linear_sm90.launch(x, b, bias, y)
+        assert launched[-1] == launched[-2]
+    unaligned = torch.empty(5 * 256 + 1, dtype=torch.bfloat16)[1:].view(5, 256)
+    run(unaligned, out)
+    assert launched[-1][2] not in (unaligned.data_ptr(), a.data_ptr())
+    assert launched[-1][2] % 16 == 0
+
+
 # --- on a GPU ------------------------------------------------------------------------------------------------------
 
 CONFIGS = [
@@ -224,3 +279,15 @@ def test_a_cold_launch_can_be_captured(tmp_path, monkeypatch):
         cuda_linear_sm90.launch(a, stored, None, out, config=Config(2, 4, 2, 1, 6))
     graph.replay()
     check(a, b, None, out, "captured")
+
+
+@on_hopper
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_layer_that_is_called_again(format):
+    dense = torch.nn.Linear(512, 264, device="cuda", dtype=torch.bfloat16)
+    layer = FP4Linear.from_linear(dense, format)
+    with torch.no_grad():
+        for M in (1, 3, 40):
+            for _ in range(3):
+                x = torch.randn(M, 512, device="cuda", dtype=torch.bfloat16)
+                assert torch.equal(layer(x), ops.linear(x, layer.weight_scaled, layer.bias))

@@ -12,7 +12,7 @@ the decoding and the tensor cores take turns where they should overlap.
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -97,6 +97,8 @@ class Config:
 # The device code's Arguments: addresses of codes, scales, a, out, bias and global_scale; bytes between rows of a and
 # out, and between matrices of a, out, codes and scales; floats between global scales; M, N, K; types of bias and out.
 ARGUMENTS = struct.Struct("12Q6i")
+# a and out among them.
+PLACES, PLACES_AT = struct.Struct("2Q"), 16
 
 
 def _chunks(K: int) -> int:
@@ -189,54 +191,77 @@ def prepare(
     return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, config.cluster, shared_bytes)
 
 
+def _ready(format: Format, terms: int, M: int, N: int, K: int, L: int, device: int, config: Config | None) -> Launch:
+    """This thread's launch for these sizes."""
+    key = (format.name, terms, M, N, K, L, device, config)
+    found = _prepared.launches.get(key)
+    if found is None:
+        found = _prepared.launches[key] = prepare(format, terms, M, N, K, L, device, config)
+    return found
+
+
+def _pack(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> bytes:
+    """The device code's Arguments."""
+    batched = a.ndim == 3 and a.shape[0] > 1
+    global_scale = b.global_scale
+    return ARGUMENTS.pack(
+        b.data.data_ptr(),
+        b.scale.data_ptr(),
+        a.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if global_scale is None else global_scale.data_ptr(),
+        a.stride(-2) * a.itemsize,
+        out.stride(-2) * out.itemsize,
+        a.stride(0) * a.itemsize if batched else 0,
+        out.stride(0) * out.itemsize if batched else 0,
+        b.data.stride(0) if batched else 0,
+        b.scale.stride(0) if batched else 0,
+        global_scale.stride(0) if batched and global_scale is not None and global_scale.ndim else 0,
+        a.shape[-2],
+        out.shape[-1],
+        a.shape[-1],
+        0 if bias is None else TYPES[bias.dtype],
+        TYPES[out.dtype],
+    )
+
+
 def launch(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None) -> None:
     """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K) prepacked, bias (N,), out ([L,] M, N)."""
-    terms, (M, K), N, L = TERMS[a.dtype], a.shape[-2:], out.shape[-1], a.shape[0] if a.ndim == 3 else 1
-    data, scale, global_scale = b.data, b.scale, b.global_scale
-    device = data.device.index
-    key = (b.format.name, terms, M, N, K, L, device, config)
-    prepared = _prepared.launches.get(key)
-    if prepared is None:
-        prepared = _prepared.launches[key] = prepare(b.format, terms, M, N, K, L, device, config)
+    (M, K), N, L = a.shape[-2:], out.shape[-1], a.shape[0] if a.ndim == 3 else 1
     if (not a.is_contiguous() and (a.stride(-1) != 1 or any(stride % 8 for stride in a.stride()))) or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)  # rows are read 16 bytes at a time
     result = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    a_batch = out_batch = data_batch = scale_batch = global_batch = 0
-    if L > 1:
-        if not data[0].is_contiguous() or not scale[0].is_contiguous():
-            data, scale = data.contiguous(), scale.contiguous()
-        a_batch, out_batch = a.stride(0) * a.itemsize, result.stride(0) * result.itemsize
-        data_batch, scale_batch = data.stride(0), scale.stride(0)
-        global_batch = global_scale.stride(0) if global_scale is not None and global_scale.ndim else 0
-    bias_pointer = bias_type = 0
+    if L > 1 and not (b.data[0].is_contiguous() and b.scale[0].is_contiguous()):
+        b = b.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-        bias_pointer, bias_type = bias.data_ptr(), TYPES[bias.dtype]
-    ARGUMENTS.pack_into(
-        prepared.arguments,
-        0,
-        data.data_ptr(),
-        scale.data_ptr(),
-        a.data_ptr(),
-        result.data_ptr(),
-        bias_pointer,
-        0 if global_scale is None else global_scale.data_ptr(),
-        a.stride(-2) * a.itemsize,
-        result.stride(-2) * result.itemsize,
-        a_batch,
-        out_batch,
-        data_batch,
-        scale_batch,
-        global_batch,
-        M,
-        N,
-        K,
-        bias_type,
-        TYPES[out.dtype],
-    )
-    prepared(torch._C._cuda_getCurrentRawStream(device))
+    device = b.data.device.index
+    ready = _ready(b.format, TERMS[a.dtype], M, N, K, L, device, config)
+    ready.arguments[:] = _pack(a, b, bias, result)
+    ready(torch._C._cuda_getCurrentRawStream(device))
     if result is not out:
         out.copy_(result)
+
+
+def bind(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """Kernel.bind: what `launch` finds out of operands is found out once."""
+    if bias is not None:
+        bias = bias.detach().contiguous()
+    (M, K), N, device = a.shape, out.shape[-1], b.data.device.index
+    ready = _ready(b.format, TERMS[a.dtype], M, N, K, 1, device, None)
+    arguments, packed = ready.arguments, _pack(a, b, bias, out)
+
+    def run(a: Tensor, out: Tensor, _keep=(b, bias)) -> None:
+        place = a.data_ptr()
+        if place % 16:
+            a = a.clone()
+            place = a.data_ptr()
+        arguments[:] = packed
+        PLACES.pack_into(arguments, PLACES_AT, place, out.data_ptr())
+        ready(torch._C._cuda_getCurrentRawStream(device))
+
+    return run
 
 
 def cost(problem: Problem, line: Roofline) -> float:
@@ -256,6 +281,7 @@ _kernel = partial(
     archs=("sm_90",),
     outs=tuple(DTYPES),
     launch=launch,
+    bind=bind,
     cost=cost,
     also=lambda problem: missing(),
     sources=("kernels/cuda_linear_sm90.cu", "kernels/cuda_linear_sm90.py", "kernels/cuda_module.py"),
