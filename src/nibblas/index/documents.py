@@ -23,6 +23,19 @@ from nibblas.index.model import (
     Workload,
 )
 
+
+class NotFoundError(LookupError):
+    """There is no such thing in the index."""
+
+
+class NotShownError(PermissionError):
+    """The terms of a source don't allow to hand it on; the message names them."""
+
+
+class QueryError(ValueError):
+    """A filter, a cursor or a limit that can't be meant."""
+
+
 Answer = Literal["yes", "no", "unknown"]
 Include = Literal["source", "samples", "findings"]
 
@@ -112,6 +125,7 @@ class RunLine:
     arch: str | None
     threads: int | None
     status: str
+    reason: str | None  # of a status that is not "passed"
     claimed: bool
     observed_at: str | None
     figure: Figure | None
@@ -176,7 +190,7 @@ class Way:
     """One way of using an implementation: how, or why not."""
 
     name: Literal["vendor", "import", "install"]
-    how: str | None
+    how: str | None  # None where it can't be used so
     why_not: str | None
 
 
@@ -270,7 +284,8 @@ class Dossier:
     files: tuple[SourceText, ...]
     levels: Levels
     cells: tuple[Cell, ...]
-    runs: tuple[RunLine, ...]
+    runs: tuple[RunLine, ...]  # those measured here first, then the fastest
+    more_runs: int
     ways: tuple[Way, ...]
     facts: tuple[CompatFact, ...]  # of all five kinds
     hardware: tuple[HardwareAnswer, ...]

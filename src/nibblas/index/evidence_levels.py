@@ -25,12 +25,12 @@ SETTINGS = ("mig", "power limit", "locked clocks")
 
 
 class Observed(NamedTuple):
-    """What the policy looks at in one run. Texts that identify (workload, device, host) are only compared."""
+    """What the policy looks at in one run. What identifies a workload, a device or a host is only compared."""
 
     run: str
     status: str
     claimed: bool
-    workload: str | None = None
+    workload: str | int | None = None
     device: str | None = None
     threads: int | None = None
     host: str | None = None
@@ -94,7 +94,7 @@ def levels(observed: Iterable[Observed], events: Iterable[Event] = (), compiled:
     of the whole.
     """
     observed, events = list(observed), list(events)
-    void = voided(observed, events)
+    void = voided([o.run for o in observed], events)
     counted = [o for o in observed if o.run not in void]
     wrong_on = {o.workload for o in counted if not o.claimed and (o.status == "wrong" or o.refusals)}
     claims = [
@@ -122,9 +122,8 @@ def levels(observed: Iterable[Observed], events: Iterable[Event] = (), compiled:
     return Levels(numerics, timing, states, _next_numerics(numerics, passed), _next_timing(timing, timed, states))
 
 
-def voided(observed: Iterable[Observed], events: Iterable[Event]) -> dict[str, str]:
+def voided(runs: Sequence[str], events: Iterable[Event]) -> dict[str, str]:
     """Why runs don't count, by digest: they were retracted or refuted, alone or with their implementation."""
-    runs = [o.run for o in observed]
     found: dict[str, str] = {}
     for event in events:
         if event.kind in ("retract", "refute"):
@@ -277,7 +276,7 @@ class Entrant(NamedTuple):
     void: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """A run's place: ranks count from 1 without gaps, and `tied` says that the rank is shared."""
 
@@ -286,7 +285,7 @@ class Place:
     tied: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Excluded:
     """A run that has no rank, and every reason why."""
 

@@ -409,6 +409,13 @@ class Store:
         )
         return tuple(self._run(row) for row in rows.fetchall())
 
+    def run(self, digest: str) -> Run:
+        """The run that has this digest; KeyError where there is none."""
+        row = self._one("SELECT * FROM run WHERE digest = ?", digest)
+        if row is None:
+            raise KeyError(f"{digest}: no run of this digest in {self.path}")
+        return self._run(row)
+
     def _run(self, row: sqlite3.Row) -> Run:
         figures = self.connection.execute("SELECT * FROM figure WHERE run = ? ORDER BY position", (row["id"],))
         operation, workload = self._get(Operation, row["operation"]), row["workload"]
@@ -420,23 +427,36 @@ class Store:
             protocol=self._get(Protocol, row["protocol"]),
             environment=self._get(Environment, row["environment"]),
             figures=tuple(_made(Figure, figure) for figure in figures),
-            samples=_unpack(row["samples"]),
+            samples=unpack(row["samples"]),
         )
 
     def item(self, name: str) -> Item:
         """All that is stored of the current revision of a slug, or of the one with a digest; KeyError where none is."""
         implementation = self.implementation(name)
         digest = implementation.digest
-        (key,) = self._the("SELECT id FROM implementation WHERE digest = ?", digest)
-        facts = self.connection.execute("SELECT * FROM compat WHERE implementation = ? ORDER BY id", (key,))
-        claims = self.connection.execute("SELECT * FROM claim WHERE implementation = ? ORDER BY id", (key,))
         return Item(
             implementation,
             {file.path: self.content(file.sha256) for file in implementation.files},
             runs=self.runs(digest),
-            facts=tuple(_made(CompatFact, fact) for fact in facts),
-            claims=tuple(_made(Claim, claim) for claim in claims),
+            facts=self.facts(digest),
+            claims=self.claims(digest),
         )
+
+    def facts(self, digest: str) -> tuple[CompatFact, ...]:
+        """What the source of the implementation that has this digest says of compatibility."""
+        return self._owned(CompatFact, "compat", digest)
+
+    def claims(self, digest: str) -> tuple[Claim, ...]:
+        """What the source of the implementation that has this digest says in its own words."""
+        return self._owned(Claim, "claim", digest)
+
+    def _owned(self, kind: type[Spec], table: str, digest: str) -> tuple[Spec, ...]:
+        rows = self.connection.execute(
+            f"SELECT t.* FROM {table} t JOIN implementation i ON i.id = t.implementation"
+            " WHERE i.digest = ? ORDER BY t.id",
+            (digest,),
+        )
+        return tuple(_made(kind, row) for row in rows.fetchall())
 
     def events(self, subject: str | None = None) -> list[Event]:
         """Every event, or those of the implementation or run that has a digest, the oldest first."""
@@ -673,7 +693,8 @@ def _pack(samples: Iterable[float]) -> bytes | None:
     return packed.tobytes() or None
 
 
-def _unpack(blob: bytes | None) -> tuple[float, ...]:
+def unpack(blob: bytes | None) -> tuple[float, ...]:
+    """The samples of a run, from its column."""
     samples = array.array("d", blob or b"")
     if sys.byteorder == "big":
         samples.byteswap()

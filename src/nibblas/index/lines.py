@@ -1,0 +1,179 @@
+"""Rows of an index as the lines of documents: runs in tables, implementations in lists."""
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from nibblas.index.catalog import Catalog
+from nibblas.index.documents import Card, Fastest, Ref, RunLine, Standing
+from nibblas.index.evidence_levels import Place, levels
+from nibblas.index.model import Figure
+from nibblas.index.prepared import Ranked
+from nibblas.index.store import unpack
+
+# The figure that ranks comes with its run.
+RUNS = """
+SELECT r.id, r.digest, r.implementation, r.status, r.reason, r.claimed, r.workload, r.device, r.environment, r.seconds,
+    length(r.samples) / 8 AS samples, r.error, r.hardened, r.integrity, r.floor, r.observed_at, r.operation,
+    i.digest AS revision_digest, i.slug, i.name, i.revision, i.may_show, s.kind AS source_kind,
+    o.slug AS operation_slug, o.name AS operation_name, w.digest AS workload_digest, w.name AS workload_name,
+    p.name AS protocol, e.arch, f.metric, f.statistic, f.value, f.low, f.high, f.n
+FROM run r
+JOIN implementation i ON i.id = r.implementation
+JOIN source s ON s.id = i.source
+JOIN operation o ON o.id = r.operation
+JOIN protocol p ON p.id = r.protocol
+JOIN environment e ON e.id = r.environment
+LEFT JOIN workload w ON w.id = r.workload
+LEFT JOIN figure f ON f.run = r.id AND f.position = (
+    SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
+)
+"""
+CARDS = """
+SELECT i.id, i.slug, i.name, i.digest, i.revision, i.language, i.framework, i.origin, i.licence, i.licence_concluded,
+    i.may_show, i.imported_at, s.kind AS source_kind, o.slug AS operation_slug, o.name AS operation_name
+FROM json_each(?) wanted
+JOIN implementation i ON i.id = wanted.value
+JOIN source s ON s.id = i.source
+LEFT JOIN operation o ON o.id = i.operation
+ORDER BY wanted.key
+"""
+FASTEST = """
+SELECT r.implementation, r.digest, r.device, r.claimed, w.digest AS workload_digest, w.name AS workload_name,
+    f.metric, f.statistic, f.value, f.low, f.high, f.n
+FROM json_each(?) wanted
+JOIN run r ON r.id = (
+    SELECT id FROM run WHERE implementation = wanted.value AND status = 'passed' AND seconds IS NOT NULL
+    ORDER BY seconds LIMIT 1
+)
+JOIN figure f ON f.run = r.id AND f.position = (
+    SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
+)
+LEFT JOIN workload w ON w.id = r.workload
+"""
+
+
+def run_lines(catalog: Catalog, digests: Sequence[str]) -> list[RunLine]:
+    """Runs as lines, in the order of their digests."""
+    rows = catalog.all(f"{RUNS} WHERE r.digest IN (SELECT value FROM json_each(?))", json.dumps(digests))
+    found = {row["digest"]: run_line(catalog, row) for row in rows}
+    return [found[digest] for digest in digests if digest in found]
+
+
+def run_line(catalog: Catalog, row: sqlite3.Row, samples: tuple[float, ...] = ()) -> RunLine:
+    """A row of RUNS as a line."""
+    prepared = catalog.prepared
+    observed = prepared.observed(row)
+    known = levels([observed], prepared.events(row["revision_digest"], [observed.run]))
+    return RunLine(
+        row["digest"],
+        Ref(row["slug"], row["name"]),
+        row["revision"],
+        Ref(row["operation_slug"], row["operation_name"]),
+        workload_ref(row),
+        row["protocol"],
+        row["device"],
+        row["arch"],
+        observed.threads,
+        row["status"],
+        row["reason"],
+        observed.claimed,
+        row["observed_at"],
+        figure(row),
+        row["floor"],
+        row["error"],
+        observed.hardened,
+        known,
+        standing(prepared.standing(row["operation"], row["operation_slug"], row["digest"]), row["digest"]),
+        row["source_kind"],
+        bool(row["may_show"]),
+        samples,
+    )
+
+
+def standing(found: tuple[Ranked, Place | None] | None, run: str) -> Standing:
+    """Where a run stands, from its cohort and its place there."""
+    if found is None:
+        return Standing(None, 0, None, False, ("its device is unknown",))
+    ranked, place = found
+    if place is None:
+        return Standing(ranked.key, len(ranked.places), None, False, ranked.excluded[run])
+    return Standing(ranked.key, len(ranked.places), place.rank, place.tied)
+
+
+def workload_ref(row: sqlite3.Row) -> Ref | None:
+    """The workload of a row, by its digest."""
+    return Ref(row["workload_digest"], row["workload_name"]) if row["workload_digest"] else None
+
+
+def figure(row: sqlite3.Row) -> Figure | None:
+    """The figure of a row, None where it has none."""
+    if row["metric"] is None:
+        return None
+    return Figure(row["metric"], row["statistic"], row["value"], row["low"], row["high"], row["n"])
+
+
+def cards(catalog: Catalog, ids: Sequence[int]) -> tuple[Card, ...]:
+    """Implementations, by row id, as they stand in lists, in the same order."""
+    wanted = json.dumps(ids)
+    authors = _lists(
+        catalog,
+        "SELECT ia.implementation, a.name FROM json_each(?) wanted"
+        " JOIN implementation_author ia ON ia.implementation = wanted.value JOIN author a ON a.id = ia.author"
+        " ORDER BY ia.implementation, ia.position",
+        wanted,
+    )
+    techniques = _lists(
+        catalog,
+        "SELECT t.implementation, t.technique FROM json_each(?) wanted"
+        " JOIN implementation_technique t ON t.implementation = wanted.value WHERE t.uses ORDER BY t.uses DESC",
+        wanted,
+    )
+    devices = _lists(
+        catalog,
+        "SELECT DISTINCT r.implementation, r.device FROM json_each(?) wanted"
+        " JOIN run r ON r.implementation = wanted.value WHERE r.status = 'passed' AND r.device IS NOT NULL"
+        " ORDER BY r.device",
+        wanted,
+    )
+    fastest = {row["implementation"]: row for row in catalog.all(FASTEST, wanted)}
+    known = catalog.prepared
+    return tuple(
+        Card(
+            row["slug"],
+            row["name"],
+            row["digest"],
+            row["revision"],
+            Ref(row["operation_slug"], row["operation_name"]) if row["operation_slug"] else None,
+            tuple(authors[row["id"]]),
+            row["language"],
+            row["framework"],
+            row["origin"],
+            known.levels_of(row["id"], row["digest"]),
+            row["licence"],
+            row["licence_concluded"],
+            row["source_kind"],
+            bool(row["may_show"]),
+            tuple(techniques[row["id"]]),
+            tuple(devices[row["id"]]),
+            _fastest(fastest.get(row["id"]), known.said),
+            row["imported_at"],
+        )
+        for row in catalog.all(CARDS, wanted)
+    )
+
+
+def _lists(catalog: Catalog, query: str, wanted: str) -> defaultdict[int, list[str]]:
+    found = defaultdict(list)
+    for key, value in catalog.all(query, wanted):
+        found[key].append(value)
+    return found
+
+
+def _fastest(row: sqlite3.Row | None, said: Collection[str]) -> Fastest | None:
+    """None too where somebody disputes it or took it back: the run's own page tells what."""
+    found = None if row is None or row["digest"] in said else figure(row)
+    if row is None or found is None:
+        return None
+    return Fastest(row["digest"], found, workload_ref(row), row["device"], bool(row["claimed"]))

@@ -1,0 +1,251 @@
+"""What is computed of one state of an index and kept in memory: levels, places in cohorts, bits to select by.
+
+Each part is made when it is first asked for.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from nibblas.index.evidence_levels import (
+    Cohort,
+    Entrant,
+    Levels,
+    Observed,
+    Place,
+    levels,
+    rank,
+    refusals,
+    settings,
+    voided,
+)
+from nibblas.index.model import Event
+from nibblas.index.selection import Selection
+
+if TYPE_CHECKING:
+    from nibblas.index.catalog import Catalog
+
+# What the policy looks at. The length of a blob is known without reading it.
+OBSERVED = """
+SELECT r.implementation, r.digest, r.status, r.claimed, r.workload, r.device, r.environment, r.seconds, f.low, f.high,
+    length(r.samples) / 8 AS samples, r.error, r.hardened, r.integrity
+FROM run r LEFT JOIN figure f ON f.run = r.id AND f.position = (
+    SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
+)
+"""
+ENTRANTS = """
+SELECT r.digest, i.slug, i.digest AS revision, i.current, r.status, r.seconds, f.low, f.high, r.observed_at,
+    r.workload, w.digest AS workload_digest, r.protocol, p.digest AS protocol_digest, r.device, r.claimed, r.environment
+FROM run r
+JOIN implementation i ON i.id = r.implementation
+JOIN protocol p ON p.id = r.protocol
+LEFT JOIN workload w ON w.id = r.workload
+LEFT JOIN figure f ON f.run = r.id AND f.position = (
+    SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
+)
+WHERE r.operation = ? AND r.device IS NOT NULL
+"""
+
+
+class Machine(NamedTuple):
+    """What of an environment decides on comparisons."""
+
+    threads: int | None
+    host: str | None
+    settings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A cohort with all of its runs. workload and protocol are row ids; `excluded` holds the reasons by run."""
+
+    key: str
+    cohort: Cohort
+    workload: int | None
+    protocol: int
+    places: tuple[Place, ...]
+    excluded: dict[str, tuple[str, ...]]
+
+
+class Prepared:
+    """One state of an index. `seconds` is what making its parts has taken so far."""
+
+    def __init__(self, catalog: "Catalog"):
+        self._catalog = catalog
+        self._lock = threading.RLock()
+        self._busy = False
+        self._cohorts: dict[int, dict[str, Ranked]] = {}
+        self._standings: dict[int, dict[str, tuple[Ranked, Place | None]]] = {}
+        self.seconds = 0.0
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Make a part: one thread at a time, and the time is counted."""
+        with self._lock:
+            if self._busy:
+                yield
+                return
+            self._busy, start = True, time.monotonic()
+            try:
+                yield
+            finally:
+                self._busy = False
+                self.seconds += time.monotonic() - start
+
+    @cached_property
+    def said(self) -> dict[str, list[Event]]:
+        """What somebody said of implementations and runs, by their digest."""
+        found = defaultdict(list)
+        with self.making():
+            for row in self._catalog.all(
+                "SELECT kind, subject, author, reason, body, at FROM event"
+                " WHERE kind IN ('attest', 'dispute', 'refute', 'retract') ORDER BY id"
+            ):
+                kind, subject, author, reason, body, at = row
+                found[subject].append(Event(kind, subject, author, reason, json.loads(body), at))
+        return dict(found)
+
+    @cached_property
+    def machines(self) -> dict[int, Machine]:
+        """What decides on comparisons, by the row id of an environment."""
+        with self.making():
+            return {
+                key: Machine(threads, facts.get("host"), settings(facts))
+                for key, threads, facts in (
+                    (key, threads, json.loads(text))
+                    for key, threads, text in self._catalog.all("SELECT id, threads, facts FROM environment")
+                )
+            }
+
+    @cached_property
+    def levels(self) -> dict[int, Levels]:
+        """What is known of each current revision, by its row id."""
+        with self.making():
+            revisions = {
+                key: digest for key, digest in self._catalog.all("SELECT id, digest FROM implementation WHERE current")
+            }
+            compiled = self._compiled()
+            runs = defaultdict(list)
+            for row in self._catalog.all(OBSERVED):
+                runs[row[0]].append(row)
+            nothing = levels(())
+            return {
+                key: self._levels(digest, runs[key], key in compiled)
+                if key in runs or key in compiled or digest in self.said
+                else nothing
+                for key, digest in revisions.items()
+            }
+
+    def levels_of(self, key: int, digest: str) -> Levels:
+        """What is known of a revision, current or not, by its row id and digest."""
+        found = self.levels.get(key)
+        if found is not None:
+            return found
+        rows = self._catalog.all(f"{OBSERVED} WHERE r.implementation = ?", key)
+        return self._levels(digest, rows, key in self._compiled(key))
+
+    def _compiled(self, key: int | None = None) -> set[int]:
+        only = "" if key is None else "AND implementation = ?"
+        rows = self._catalog.all(
+            f"SELECT implementation FROM compat WHERE kind = 'compiled' AND NOT claimed {only}",
+            *(() if key is None else (key,)),
+        )
+        return {row[0] for row in rows}
+
+    def _levels(self, digest: str, rows: Collection[sqlite3.Row], compiled: bool) -> Levels:
+        observed = [self.observed(row) for row in rows]
+        return levels(observed, self.events(digest, (o.run for o in observed)), compiled)
+
+    def observed(self, row: sqlite3.Row) -> Observed:
+        """What the policy looks at, of a row with the columns of OBSERVED; workloads are told apart by row id."""
+        machine = self.machines[row["environment"]]
+        return Observed(
+            row["digest"],
+            row["status"],
+            bool(row["claimed"]),
+            row["workload"],
+            row["device"],
+            machine.threads,
+            machine.host,
+            row["seconds"],
+            row["low"],
+            row["high"],
+            row["samples"] or 0,
+            row["error"],
+            bool(row["hardened"]),
+            refusals(json.loads(row["integrity"])) if row["integrity"] != "[]" else (),
+        )
+
+    def events(self, digest: str, runs: Iterable[str]) -> list[Event]:
+        """What somebody said of an implementation or of one of its runs."""
+        return [event for subject in (digest, *runs) for event in self.said.get(subject, ())] if self.said else []
+
+    def cohorts(self, operation: int, slug: str) -> dict[str, Ranked]:
+        """The cohorts of an operation by key, those with most ranked runs first."""
+        with self.making():
+            if operation not in self._cohorts:
+                found = [self._ranked(slug, rows) for rows in self._comparable(operation)]
+                found.sort(key=lambda ranked: (-len(ranked.places), -len(ranked.excluded), ranked.key))
+                self._cohorts[operation] = {ranked.key: ranked for ranked in found}
+                self._standings[operation] = {
+                    **{run: (ranked, None) for ranked in found for run in ranked.excluded},
+                    **{place.run: (ranked, place) for ranked in found for place in ranked.places},
+                }
+            return self._cohorts[operation]
+
+    def standing(self, operation: int, slug: str, run: str) -> tuple[Ranked, Place | None] | None:
+        """A run's cohort and its place there; None where it can be compared with nothing."""
+        self.cohorts(operation, slug)
+        return self._standings[operation].get(run)
+
+    def _comparable(self, operation: int) -> Iterable[list[sqlite3.Row]]:
+        groups = defaultdict(list)
+        for row in self._catalog.all(ENTRANTS, operation):
+            machine = self.machines[row["environment"]]
+            alike = (row["workload"], row["protocol"], row["device"], row["claimed"], machine.threads, machine.settings)
+            groups[alike].append(row)
+        return groups.values()
+
+    def _ranked(self, slug: str, rows: list[sqlite3.Row]) -> Ranked:
+        one = rows[0]
+        machine = self.machines[one["environment"]]
+        cohort = Cohort(
+            slug,
+            one["workload_digest"],
+            one["protocol_digest"],
+            one["device"],
+            machine.threads,
+            bool(one["claimed"]),
+            machine.settings,
+        )
+        places, excluded = rank(self._entrant(row) for row in rows)
+        reasons = {run.run: run.reasons for run in excluded}
+        return Ranked(cohort.key, cohort, one["workload"], one["protocol"], tuple(places), reasons)
+
+    def _entrant(self, row: sqlite3.Row) -> Entrant:
+        run = row["digest"]
+        void = voided([run], self.events(row["revision"], [run])).get(run) if self.said else None
+        return Entrant(
+            run,
+            row["slug"],
+            row["status"],
+            row["seconds"],
+            row["low"],
+            row["high"],
+            row["observed_at"],
+            bool(row["current"]),
+            void,
+        )
+
+    @cached_property
+    def selection(self) -> Selection:
+        """What search filters and counts with."""
+        with self.making():
+            return Selection(self._catalog, self.levels)
