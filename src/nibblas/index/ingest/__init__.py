@@ -1,0 +1,153 @@
+"""Imports: one list of importers, and `add`, which gives each file to the first that takes it.
+
+Things are stored in batches, each in one transaction with a savepoint for every thing: a process that is killed loses
+what it had not stored, and the same import called again goes on there. Nothing is stored twice, because everything is
+known by its content.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from nibblas.index.ingest import arena, evidence, files, kernelbot, page
+from nibblas.index.ingest.reading import Known, Options, Read, Skipped
+from nibblas.index.store import Outcome, Store, StoreError
+
+# In the order in which they are asked, and in which what they take is imported: records come after the submissions
+# that they are of.
+IMPORTERS: tuple[ModuleType, ...] = (page, kernelbot, files, evidence, arena)
+# Read for facts about the sources beside them, never as sources.
+BESIDE = ("readme", "license", "licence", "copying", "notice", "task.yml", "leaderboards.parquet")
+BATCH = 200
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Report:
+    """What an import did: how many implementations it added and so on, and what it left out, with reasons."""
+
+    added: int = 0
+    revised: int = 0
+    updated: int = 0
+    unchanged: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> dict[str, list[str]]:
+        """What was left out, by reason."""
+        found: dict[str, list[str]] = {}
+        for what, why in self.skipped:
+            found.setdefault(why, []).append(what)
+        return found
+
+    def count(self, outcome: Outcome) -> None:
+        """One more."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+
+
+class Entry(NamedTuple):
+    """A file and the importer that takes it; None where none does."""
+
+    importer: ModuleType | None
+    path: Path
+
+
+def add(
+    store: Store,
+    paths: Iterable[str | Path],
+    options: Options = Options(),  # noqa: B008
+    progress: Progress = lambda done, total, text: None,
+) -> Report:
+    """Import files and folders.
+
+    Parameters
+    ----------
+    progress : called with things done, things in all (about), and the file's name.
+
+    Raises FileNotFoundError for a path that is not there, before anything is stored. What can't be read or stored is
+    told in the report.
+    """
+    entries = sorted(_entries(paths), key=lambda entry: _order(entry.importer))
+    report = Report()
+    total = sum(_count(entry) for entry in entries)
+    done = 0
+    # A batch never spans importers, so that a record finds what was imported before it.
+    for importer, group in groupby(entries, key=lambda entry: entry.importer):
+        things = _read(importer, [entry.path for entry in group], options, store)
+        while batch := list(islice(things, BATCH)):
+            done += len(batch)
+            with store.transaction():
+                for path, thing in batch:
+                    _keep(store, thing, path, report)
+            progress(done, max(total, done), batch[-1][0].name)
+    return report
+
+
+def add_own(store: Store) -> Report:
+    """Import nibblas's own kernels and the Measurements of them."""
+    report = Report()
+    with store.transaction():
+        for thing in evidence.read_own(store):
+            _keep(store, thing, Path("nibblas"), report)
+    return report
+
+
+def _keep(store: Store, thing: Read, path: Path, report: Report) -> None:
+    if isinstance(thing, Skipped):
+        report.skipped.append(thing)
+    elif isinstance(thing, Known):
+        report.count("unchanged")
+    else:
+        try:
+            report.count(store.add(thing))
+        except (ValueError, StoreError) as error:
+            report.skipped.append(Skipped(f"{path}: {thing.implementation.slug}", str(error)))
+
+
+def _read(
+    importer: ModuleType | None, paths: Iterable[Path], options: Options, store: Store
+) -> Iterator[tuple[Path, Read]]:
+    for path in paths:
+        if importer is None:
+            yield path, Skipped(str(path), f"no importer takes {path.suffix or 'such'} files")
+            continue
+        try:
+            for thing in importer.read(path, options, store):
+                yield path, thing
+        except (OSError, ValueError) as error:
+            yield path, Skipped(str(path), str(error))
+
+
+def _entries(paths: Iterable[str | Path]) -> Iterator[Entry]:
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        found |= dict.fromkeys(_inside(path) if path.is_dir() else [path])
+    for path in found:
+        yield Entry(next((importer for importer in IMPORTERS if importer.takes(path)), None), path)
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """The files of a folder, sorted; hidden ones, byte code and what only tells about others are left out."""
+    for directory, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        for name in sorted(names):
+            if not name.startswith(".") and not name.lower().startswith(BESIDE) and not name.endswith(".pyc"):
+                yield Path(directory, name)
+
+
+def _order(importer: ModuleType | None) -> int:
+    return len(IMPORTERS) if importer is None else IMPORTERS.index(importer)
+
+
+def _count(entry: Entry) -> int:
+    try:
+        return entry.importer.count(entry.path) if entry.importer else 1
+    except (OSError, ValueError):
+        return 1
