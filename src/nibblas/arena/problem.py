@@ -140,7 +140,7 @@ class Task:
         if self.multi_gpu:
             sizes = [case.values["world_size"] for case in self.tests + self.benchmarks]
             if devices < max(sizes, default=2):
-                return f"its cases need {max(sizes, default=2)} GPUs (world_size), here there are {devices}"
+                return f"its cases need {max(sizes, default=2)} GPUs (world_size), this machine has {devices}"
         return None
 
 

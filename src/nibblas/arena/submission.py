@@ -309,7 +309,7 @@ def _compiles_for_gpu(call: ast.Call) -> bool:
     return any(text.endswith((".cu", ".hip")) for text in texts)
 
 
-# What errors say where the machine, not the submission, is at fault: torch, its extensions, compilers, CuTe DSL, Triton.
+# What errors say where the machine, not the submission, is at fault: of torch, compilers, CuTe DSL and Triton.
 _LACKS = re.compile(
     "|".join(
         (

@@ -1,0 +1,36 @@
+"""What the reference and submissions share."""
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 32  # elements along K that share a scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of an MXFP4 matrix: codes (N, K/2) and scales (N, K/32), both uint8 -> (N, K) of dtype."""
+    table = torch.tensor(E2M1, dtype=dtype, device=codes.device)
+    values = table[torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).int()]
+    multipliers = torch.exp2(scales.to(dtype) - 127)
+    return values * multipliers.repeat_interleave(BLOCK_SIZE, dim=-1)
+
+
+def check_close(output: Tensor, exact: Tensor, size: Tensor, tolerance: float) -> tuple[bool, str]:
+    """Whether each element is within `tolerance` of the exact one, in units of its expected size, and why not.
+
+    `size` is how large the sum would be if its signs were random. Unlike the element it doesn't cancel, and unlike an
+    absolute bound it is right for inputs of any magnitude.
+    """
+    if output.shape != exact.shape:
+        return False, f"the shape is {tuple(output.shape)}, need {tuple(exact.shape)}"
+    if not output.isfinite().all():
+        return False, f"{int((~output.isfinite()).sum())} elements are not finite"
+    error = (output.to(exact.dtype) - exact).abs() / size
+    worst = int(error.argmax())
+    if error.view(-1)[worst] <= tolerance:
+        return True, f"largest error {float(error.max()):.2g} of its size"
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
+    return (
+        False,
+        f"y{list(index)} is {output[index]:.6g}, need {exact[index]:.6g}; {float(error.max()):.2g} of its size",
+    )
