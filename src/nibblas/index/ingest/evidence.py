@@ -206,7 +206,8 @@ def run_of(measurement: "Measurement") -> Run:
     given = {name: value for name, value in p.as_dict().items() if name not in ("op", "arch", *SIZES)}
     # In which layout its operands are is the kernel's own choice, so that kernels of different layouts are compared.
     layouts = {name: list(given.pop(name)) for name in LAYOUTS if name in given}
-    name = str(replace(p, **{name: ("LINEAR", "LINEAR") for name in layouts})).removesuffix(f" on {p.arch}")
+    plain = ("LINEAR", "LINEAR")
+    name = str(replace(p, a_layouts=plain, b_layouts=plain)).removesuffix(f" on {p.arch}")
     parameters = {"a": p.a, "b": p.b, "out": p.out, **given}
     figures = []
     if m.samples:
