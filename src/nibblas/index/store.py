@@ -352,7 +352,7 @@ class Store:
         return found
 
     def _get(self, kind: type[Spec], key: int) -> Spec:
-        return _made(kind, self._the(f"SELECT * FROM {kind.__name__.lower()} WHERE id = ?", key))
+        return made(kind, self._the(f"SELECT * FROM {kind.__name__.lower()} WHERE id = ?", key))
 
     def digests(self, slug: str | None = None) -> list[str]:
         """The digests of every revision stored, or of those of one slug, the oldest first."""
@@ -384,7 +384,7 @@ class Store:
             " JOIN scan s ON s.id = i.scan JOIN file f ON f.id = s.file WHERE i.implementation = ? ORDER BY i.path",
             (key,),
         )
-        return _made(
+        return made(
             Implementation,
             row,
             source=self._get(Source, row["source"]),
@@ -419,14 +419,14 @@ class Store:
     def _run(self, row: sqlite3.Row) -> Run:
         figures = self.connection.execute("SELECT * FROM figure WHERE run = ? ORDER BY position", (row["id"],))
         operation, workload = self._get(Operation, row["operation"]), row["workload"]
-        return _made(
+        return made(
             Run,
             row,
             operation=operation,
             workload=workload and replace(self._get(Workload, workload), operation=operation),
             protocol=self._get(Protocol, row["protocol"]),
             environment=self._get(Environment, row["environment"]),
-            figures=tuple(_made(Figure, figure) for figure in figures),
+            figures=tuple(made(Figure, figure) for figure in figures),
             samples=unpack(row["samples"]),
         )
 
@@ -456,7 +456,7 @@ class Store:
             " WHERE i.digest = ? ORDER BY t.id",
             (digest,),
         )
-        return tuple(_made(kind, row) for row in rows.fetchall())
+        return tuple(made(kind, row) for row in rows.fetchall())
 
     def events(self, subject: str | None = None) -> list[Event]:
         """Every event, or those of the implementation or run that has a digest, the oldest first."""
@@ -617,9 +617,17 @@ def _check_contents(item: Item) -> None:
     paths = [file.path for file in implementation.files]
     if paths != sorted(item.contents):
         raise ValueError(f"{implementation.slug}: files are {paths}, need the contents' paths {sorted(item.contents)}")
+    for path in paths:
+        if not _is_inside(path):
+            raise ValueError(f"{implementation.slug}: a file is called {path!r}, need a plain relative path")
     for file in implementation.files:
         if SourceFile.of(file.path, item.contents[file.path]) != file:
             raise ValueError(f"{implementation.slug}: the content of {file.path} is not what its description says")
+
+
+def _is_inside(path: str) -> bool:
+    pieces = path.split("/")
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(pieces)
 
 
 def _wrong_with_file(sha256: str, size: int, lines: int, content: bytes) -> list[str]:
@@ -667,7 +675,7 @@ JSON_COLUMNS = frozenset(
 )
 
 
-def _made(kind: type[Spec], row: sqlite3.Row, **given: Any) -> Spec:
+def made(kind: type[Spec], row: sqlite3.Row, **given: Any) -> Spec:
     """A row as an instance of one of the model's classes; `given` are the fields that other tables hold."""
     names = {f.name for f in fields(kind)} & set(row.keys()) - set(given)  # type: ignore[arg-type]
     return kind(**{name: _field(name, row[name]) for name in names}, **given)
