@@ -323,6 +323,7 @@ class Implementation(_Spec):
             "entry_point",
             "signature",
             "tensors",
+            "limitations",
             "record",
             "revision",
             "supersedes",

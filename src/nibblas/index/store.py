@@ -671,7 +671,18 @@ def _json(value: Any) -> str:
 
 
 JSON_COLUMNS = frozenset(
-    "axes parameters correctness details versions facts beside config integrity limitations".split()
+    (
+        "axes",
+        "parameters",
+        "correctness",
+        "details",
+        "versions",
+        "facts",
+        "beside",
+        "config",
+        "integrity",
+        "limitations",
+    )
 )
 
 
