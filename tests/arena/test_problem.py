@@ -198,7 +198,8 @@ def test_yaml_values_are_taken_as_they_are(directory):
         "shapes": [[1, 2], [3]], "none": None,
     }  # fmt: skip
     assert case.text == (
-        "m: 128; eps: 0.001; scale: 0.5; nomask: False; kind: normal; sizes: [64, 72]; shapes: [[1, 2], [3]]; none: None"
+        "m: 128; eps: 0.001; scale: 0.5; nomask: False; kind: normal; sizes: [64, 72]; shapes: [[1, 2], [3]]; "
+        "none: None"
     )
 
 

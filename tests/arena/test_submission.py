@@ -163,7 +163,10 @@ def test_a_stand_in_answers_for_a_module_but_only_for_the_names_it_has(submissio
         ("'-gencode=arch=compute_80,code=compute_80'", {"sm_80", "sm_86", "sm_90", "sm_100", "sm_120"}),
         ("'-arch=sm_90a', '-gencode=arch=compute_100a,code=sm_100a'", {"sm_90", "sm_100"}),
         ("'--offload-arch=gfx942', '-O3'", {"gfx942"}),
-        ("'-O3', 'sm_100a', 'kernel for arch=sm_100a'", {"cpu", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"}),
+        (
+            "'-O3', 'sm_100a', 'kernel for arch=sm_100a'",
+            {"cpu", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"},
+        ),
     ],
 )
 def test_targets_named_to_a_compiler(submission_of, task, flags, runs_on):

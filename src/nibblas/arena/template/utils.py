@@ -16,21 +16,19 @@ def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_close(output: Tensor, exact: Tensor, size: Tensor, tolerance: float) -> tuple[bool, str]:
-    """Whether each element is within `tolerance` of the exact one, in units of its expected size, and why not.
+    """Whether each element is within tolerance * (|exact| + size) of the exact one, and what is wrong if not.
 
-    `size` is how large the sum would be if its signs were random. Unlike the element it doesn't cancel, and unlike an
+    `size` is how large a sum would be if its signs were random. Unlike the element it doesn't cancel, and unlike an
     absolute bound it is right for inputs of any magnitude.
     """
     if output.shape != exact.shape:
         return False, f"the shape is {tuple(output.shape)}, need {tuple(exact.shape)}"
     if not output.isfinite().all():
         return False, f"{int((~output.isfinite()).sum())} elements are not finite"
-    error = (output.to(exact.dtype) - exact).abs() / size
-    worst = int(error.argmax())
-    if error.view(-1)[worst] <= tolerance:
-        return True, f"largest error {float(error.max()):.2g} of its size"
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
-    return (
-        False,
-        f"y{list(index)} is {output[index]:.6g}, need {exact[index]:.6g}; {float(error.max()):.2g} of its size",
-    )
+    error = (output.to(exact.dtype) - exact).abs() / (exact.abs() + size)
+    worst = error.argmax()
+    largest = f"the largest error is {float(error.flatten()[worst]):.2g} of magnitude and size, allowed {tolerance:.2g}"
+    if error.flatten()[worst] <= tolerance:
+        return True, largest
+    row, col = divmod(int(worst), error.shape[1])
+    return False, f"y[{row}, {col}] is {output[row, col]:.6g}, need {exact[row, col]:.6g}; {largest}"
