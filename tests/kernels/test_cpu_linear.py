@@ -9,7 +9,7 @@ from checks import assert_close, poisoned_empty, random_codes, random_dense
 from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4, pack
 from nibblas.kernels import cpu_library
-from nibblas.kernels.cpu_linear import linear
+from nibblas.kernels.cpu_linear import B_LAYOUTS, bind, linear
 from nibblas.layouts import LINEAR, BLOCKED_128x4, ROWS_16x1, ROWS_16x4
 from nibblas.tensor import ScaledTensor
 
@@ -301,3 +301,28 @@ def test_an_unknown_tier_is_an_error(monkeypatch):
     monkeypatch.setenv("NIBBLAS_CPU_TIER", "sse9")
     with pytest.raises(ValueError, match="portable, avx2, avx512, amx"):
         cpu_library.tier()
+
+
+@pytest.mark.parametrize("layouts", B_LAYOUTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_bound_product_is_the_product(format, layouts, generator):
+    b, bias = random_codes((33, 96), format, generator).with_layout(*layouts), random_dense((33,), DTYPES[0], generator)
+    first = random_dense((5, 96), torch.bfloat16, generator)
+    run = bind(first, b, bias, poisoned_empty((5, 33), torch.bfloat16))
+    for x in (first, random_dense((5, 96), torch.bfloat16, generator).view(1, 5, 96)):
+        for change in (lambda: None, lambda: b.global_scale is None or b.global_scale.mul_(3), lambda: bias.neg_()):
+            change()
+            y = poisoned_empty((1, 5, 33), torch.bfloat16)
+            run(x, y)
+            assert torch.equal(y[0], product(x.view(5, 96), b, bias, torch.bfloat16))
+
+
+def test_a_bound_product_sees_what_is_written_to_strided_weights(generator):
+    wide = random_codes((33, 192), NVFP4, generator)
+    b = wide.slice(1, 0, 96)
+    x = random_dense((5, 96), torch.bfloat16, generator)
+    y = poisoned_empty((5, 33), torch.bfloat16)
+    run = bind(x, b, None, y)
+    wide.data.bitwise_xor_(0x88)
+    run(x, y)
+    assert torch.equal(y, product(x, b, None, torch.bfloat16))

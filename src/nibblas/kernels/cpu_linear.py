@@ -11,6 +11,7 @@ slower, and so are 16 rows of MXFP4 weights whose scales differ by more than 2^6
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -67,8 +68,40 @@ def linear(
 
     Raises RuntimeError if there is no library, ValueError for other layouts or shapes, MemoryError.
     """
-    found = cpu_library.library()
-    if found is None:
+    task, _kept = _task(a, b, bias, out, threads)
+    _run(task)
+
+
+def bind(
+    a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, threads: int | None = None
+) -> Callable[[Tensor, Tensor], None]:
+    """Kernel.bind: `linear` with its checks made and its arguments laid out once."""
+    parts = b.data, b.scale, *(() if bias is None else (bias,))
+    if not all(part.is_contiguous() for part in parts):  # a copy of them would not see what is written to them
+        return lambda a, out: linear(a.view(-1, b.shape[1]), b, bias, out.view(-1, b.shape[0]), threads=threads)
+    task, kept = _task(a, b, bias, out, threads)
+    scale = None if b.global_scale is None else ctypes.c_float.from_address(b.global_scale.data_ptr())
+
+    def run(a: Tensor, out: Tensor, _kept=(kept[1:], b)) -> None:
+        task.a.data, task.out = a.data_ptr(), out.data_ptr()
+        task.threads = threads or torch.get_num_threads()
+        if scale is not None:
+            task.b.global_scale = scale.value
+        _run(task)
+
+    return run
+
+
+def _run(task: Linear) -> None:
+    if cpu_library.library().nibblas_linear(ctypes.byref(task)):  # type: ignore[union-attr]
+        raise MemoryError(f"cpu_linear: no memory for the workspace of M={task.M}, N={task.N}, K={task.K}")
+
+
+def _task(
+    a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, threads: int | None
+) -> tuple[Linear, tuple]:
+    """What C is to do, checked, and what must live until it is done."""
+    if cpu_library.library() is None:
         raise RuntimeError(f"cpu_linear: {cpu_library.status()}")
     (M, K), (N, b_K) = a.shape, b.shape
     if b_K != K or out.shape != (M, N):
@@ -81,8 +114,8 @@ def linear(
     out_stride, out_element = out.stride()
     if N > 1 and out_element != 1:
         raise ValueError(f"cpu_linear: out has strides {out.stride()}, need the elements of a row side by side")
-    left, _a = _dense(a) if isinstance(a, Tensor) else _packed(a, tiled=False)
-    right, _b = _packed(b, tiled=layouts == B_LAYOUTS[0])
+    left, a = _dense(a) if isinstance(a, Tensor) else _packed(a, tiled=False)
+    right, b = _packed(b, tiled=layouts == B_LAYOUTS[0])
     bias = None if bias is None else bias.contiguous()
     task = Linear(
         M,
@@ -99,8 +132,7 @@ def linear(
         threads or torch.get_num_threads(),
         cpu_library.tier(),
     )
-    if found.nibblas_linear(ctypes.byref(task)):
-        raise MemoryError(f"cpu_linear: no memory for the workspace of M={M}, N={N}, K={K}")
+    return task, (a, b, bias)
 
 
 # As fp32 operations a weight, by tier: of decoding, and of transposing LINEAR weights besides. From times of
@@ -139,6 +171,7 @@ KERNELS = (
         outs=tuple(DTYPES),
         b_layouts=B_LAYOUTS,
         launch=linear,
+        bind=bind,
         cost=cost,
         also=also,
         batch_invariant=True,
