@@ -19,7 +19,6 @@ from nibblas.index.model import (
     Origin,
     Run,
     Source,
-    Tensor,
     Workload,
 )
 
@@ -312,10 +311,12 @@ class CohortTable:
     """Runs that may be compared, fastest first, then those without a rank."""
 
     key: str
+    operation: Ref
     workload: Ref | None
     protocol: str
     device: str
     threads: int | None
+    settings: Mapping[str, str]  # of the device, such as a power limit
     claimed: bool
     size: int  # with a rank
     runs: tuple[RunLine, ...]
@@ -354,7 +355,6 @@ class OperationPage:
     digest: str
     operation: Operation
     line: OperationLine
-    tensors: tuple[Tensor, ...]
     workloads: tuple[WorkloadLine, ...]
     cohorts: tuple[CohortTable, ...]
     more_cohorts: int

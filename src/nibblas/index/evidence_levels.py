@@ -21,7 +21,7 @@ TIMING: tuple[Timing, ...] = get_args(Timing)
 # Times that differ by less agree, as in nibblas.evidence.timing_level.
 AGREEMENT = 0.1
 # Facts of an environment that make it another device for a comparison, beside its name and its threads.
-SETTINGS = ("mig", "power limit", "locked clocks")
+SETTINGS = ("power.limit", "mig")
 
 
 class Observed(NamedTuple):

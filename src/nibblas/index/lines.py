@@ -10,7 +10,6 @@ from nibblas.index.documents import Card, Fastest, Ref, RunLine, Standing
 from nibblas.index.evidence_levels import Place, levels
 from nibblas.index.model import Figure
 from nibblas.index.prepared import Ranked
-from nibblas.index.store import unpack
 
 # The figure that ranks comes with its run.
 RUNS = """

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from nibblas.index import counts
+from nibblas.index.documents import Coverage, HardwareLine, OperationLine, SourceLine
 from nibblas.index.evidence_levels import (
     Cohort,
     Entrant,
@@ -27,6 +29,7 @@ from nibblas.index.evidence_levels import (
     voided,
 )
 from nibblas.index.model import Event
+from nibblas.index.names import device_slug
 from nibblas.index.selection import Selection
 
 if TYPE_CHECKING:
@@ -249,3 +252,47 @@ class Prepared:
         """What search filters and counts with."""
         with self.making():
             return Selection(self._catalog, self.levels)
+
+    @cached_property
+    def operation_lines(self) -> dict[str, OperationLine]:
+        """How much there is of each operation, by slug."""
+        with self.making():
+            return counts.operation_lines(self._catalog)
+
+    @cached_property
+    def operation_names(self) -> dict[str, str]:
+        """Names of operations by slug."""
+        return {slug: line.name for slug, line in self.operation_lines.items()}
+
+    @cached_property
+    def workload_counts(self) -> dict[int, tuple[int, int]]:
+        """Runs that passed and implementations of them, by the row id of a workload."""
+        with self.making():
+            return counts.workload_counts(self._catalog)
+
+    @cached_property
+    def source_lines(self) -> tuple[SourceLine, ...]:
+        """How much came from each source."""
+        with self.making():
+            return counts.source_lines(self._catalog)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """How much there is in all."""
+        with self.making():
+            return counts.coverage(self._catalog)
+
+    @cached_property
+    def devices(self) -> dict[str, list[str]]:
+        """Names of devices that runs give, by slug."""
+        found = defaultdict(list)
+        with self.making():
+            for (name,) in self._catalog.all("SELECT DISTINCT device FROM environment WHERE device IS NOT NULL"):
+                found[device_slug(name)].append(name)
+        return dict(found)
+
+    @cached_property
+    def hardware_lines(self) -> dict[str, HardwareLine]:
+        """How much was run on each device, by slug."""
+        with self.making():
+            return counts.hardware_lines(self._catalog)
