@@ -304,11 +304,9 @@ class Store:
         return True
 
     def _add_owned(self, table: str, implementation: int, spec: CompatFact | Claim) -> bool:
-        digest = digest_of(table, _values(spec))
-        if self._one(f"SELECT 1 FROM {table} WHERE implementation = ? AND digest = ?", implementation, digest):
-            return False
-        self._insert(table, implementation=implementation, digest=digest, **_row(spec))
-        return True
+        before = self.connection.total_changes
+        self._insert(table, "OR IGNORE", implementation=implementation, **_row(spec))
+        return self.connection.total_changes > before
 
     def _add_event(self, event: Event) -> None:
         self._insert(
@@ -333,11 +331,11 @@ class Store:
             source="",
         )
 
-    def _insert(self, table: str, **row: Any) -> int:
+    def _insert(self, table: str, conflict: str = "", /, **row: Any) -> int:
         names = ", ".join(row)
         marks = ", ".join("?" * len(row))
-        done = self.connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))
-        return done.lastrowid or 0
+        query = f"INSERT {conflict} INTO {table} ({names}) VALUES ({marks})"
+        return self.connection.execute(query, tuple(row.values())).lastrowid or 0
 
     # Reading
 

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Problem:
     workloads: tuple[Workload, ...] = ()
 
 
+@cache
 def operation(board: str, axes: tuple[str, ...] = ()) -> Operation:
     """The operation of a board, known by its name alone."""
     return Operation(kebab(board), board, axes=axes)
@@ -309,8 +311,9 @@ class _Rows:
 def _runs(row: Mapping[str, Any], of: Operation) -> Iterator[Run]:
     """What a row claims: the score of the whole board, and of the richer layout the times of each case."""
     mode = _mode(row)
-    protocol = Protocol("KernelBot", "kernelbot", details={"mode": mode} if mode else {})
-    environment = _environment(row)
+    protocol = _protocol(mode)
+    system = _system(row)
+    environment = _environment(_runner(row), system.get("cpu"), system.get("platform"), system.get("torch"))
     status: RunStatus = "passed"
     at, record = _time(row.get("submission_time")), _record(row)
     score = _score(row)
@@ -355,15 +358,17 @@ def _cases(row: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return dict(sorted(cases.items()))
 
 
-def _environment(row: Mapping[str, Any]) -> Environment:
-    runner = _runner(row)
-    product, arch = device(runner)
-    system = _system(row)
-    facts = {"runner": runner, "cpu": system.get("cpu"), "platform": system.get("platform")}
-    torch = system.get("torch")
+# The same objects for all rows, so that their digests are computed once.
+@cache
+def _protocol(mode: str | None) -> Protocol:
+    return Protocol("KernelBot", "kernelbot", details={"mode": mode} if mode else {})
+
+
+@cache
+def _environment(runner: str | None, cpu: str | None, platform: str | None, torch: str | None) -> Environment:
+    facts = {"runner": runner, "cpu": cpu, "platform": platform}
     return Environment(
-        product,
-        arch,
+        *device(runner),
         versions={"torch": torch} if torch else {},
         facts={name: value for name, value in facts.items() if value},
     )

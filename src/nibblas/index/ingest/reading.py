@@ -125,17 +125,27 @@ def _python(text: str) -> tuple[set[str], Mapping[str, str]]:
             modules |= {module, *(f"{module}.{name.strip()}" for name in names.split(",") if name.strip())}
         signatures = {name: _signature(name, inside, result) for name, inside, result in DEFINITION.findall(text)}
         return modules, {name: s for name, s in signatures.items() if name == KERNELBOT_ENTRY}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for statement in _statements(tree.body):
+        if isinstance(statement, ast.Import):
+            modules |= {alias.name for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            modules |= {statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)}
     functions = {
         node.name: _signature(node.name, ast.unparse(node.args), ast.unparse(node.returns) if node.returns else "")
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
     }
     return modules, functions
+
+
+def _statements(block: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Every statement of a block, and of the blocks inside; expressions, which are most of a tree, are not entered."""
+    for statement in block:
+        yield statement
+        for name in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(statement, name, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _statements(handler.body)
 
 
 def _signature(name: str, inside: str, result: str) -> str:

@@ -152,7 +152,6 @@ CREATE INDEX implementation_techniques ON implementation_technique (implementati
 -- Facts of a revision as its source gives them. Those read from its files are findings of topic "requirement".
 CREATE TABLE compat (
     id INTEGER PRIMARY KEY,
-    digest TEXT NOT NULL,
     implementation INTEGER NOT NULL REFERENCES implementation,
     kind TEXT NOT NULL CHECK (kind IN ('declared', 'required', 'compiled', 'measured', 'refused')),
     gpu TEXT,
@@ -161,21 +160,23 @@ CREATE TABLE compat (
     reason TEXT,
     path TEXT,
     line INTEGER,
-    claimed INTEGER NOT NULL CHECK (claimed IN (0, 1)),
-    UNIQUE (implementation, digest)
+    claimed INTEGER NOT NULL CHECK (claimed IN (0, 1))
 ) STRICT;
+CREATE UNIQUE INDEX compat_of_implementation ON compat (
+    implementation, kind, ifnull(gpu, ''), ifnull(arch, ''), ifnull(needs, ''), ifnull(reason, ''), ifnull(path, ''),
+    ifnull(line, 0), claimed
+);
 CREATE INDEX compat_gpu ON compat (gpu, kind, implementation) WHERE gpu IS NOT NULL;
 CREATE INDEX compat_arch ON compat (arch, kind, implementation) WHERE arch IS NOT NULL;
 
 CREATE TABLE claim (
     id INTEGER PRIMARY KEY,
-    digest TEXT NOT NULL,
     implementation INTEGER NOT NULL REFERENCES implementation,
     subject TEXT NOT NULL,
     value TEXT NOT NULL,
-    line INTEGER,
-    UNIQUE (implementation, digest)
+    line INTEGER
 ) STRICT;
+CREATE UNIQUE INDEX claim_of_implementation ON claim (implementation, subject, value, ifnull(line, 0));
 
 -- device and seconds repeat the environment's device and the figure that ranks, for the index by cohort.
 -- samples: seconds as little-endian 64-bit floats.
