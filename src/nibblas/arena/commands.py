@@ -1,0 +1,139 @@
+"""The commands `nibblas arena run | show | new | lint`. Only typer and rich are imported before one runs."""
+
+import shlex
+import sys
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Judge kernel submissions on this machine: a KernelBot problem directory and a submission.py give a record.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+class ModeName(StrEnum):
+    """What a run does."""
+
+    TEST = "test"
+    BENCHMARK = "benchmark"
+    LEADERBOARD = "leaderboard"
+    PROFILE = "profile"
+
+
+class DialectName(StrEnum):
+    """How the cases of task.yml are read."""
+
+    NIBBLAS = "nibblas"
+    KERNELBOT = "kernelbot"
+
+
+class StandInChoice(StrEnum):
+    """Whether something of ours may take the place of what this machine lacks."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+Directory = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A folder with a task.yml.", show_default=False)]
+
+
+@app.command("run", no_args_is_help=True)
+def _run(
+    problem: Directory,
+    submission: Annotated[
+        Path, typer.Argument(metavar="SUBMISSION", help="A file or folder with custom_kernel.", show_default=False)
+    ],
+    mode: Annotated[
+        ModeName, typer.Option(help="leaderboard is test, then benchmark, then ranked with a secret seed.")
+    ] = ModeName.TEST,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; the first GPU by default.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="In place of the cases' public seeds, to look at one.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for one benchmark case.")] = 30.0,
+    output: Annotated[
+        Path | None, typer.Option(help="The record's file; arena-NAME-TIME.json by default.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Go on with an interrupted run's record.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="OTHER", help="Compare times pair by pair with another submission, or `self`.")
+    ] = None,
+    hardened: Annotated[bool, typer.Option(help="Also inputs with all codes and scales, and NaN in padding.")] = False,
+    dialect: Annotated[
+        DialectName, typer.Option(help="kernelbot reads cases as upstream does, booleans as words.")
+    ] = DialectName.NIBBLAS,
+    stand_ins: Annotated[
+        StandInChoice, typer.Option("--stand-ins", help="auto: ours for what this machine lacks.")
+    ] = StandInChoice.AUTO,
+    popcorn: Annotated[bool, typer.Option("--popcorn", help="Print KernelBot's lines, exit with its status.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
+) -> None:
+    """Run a submission on a problem and keep a record. Exits with 0 where it is correct here, else with 1."""
+    import torch
+
+    from nibblas.arena import popcorn as popcorn_log
+    from nibblas.arena import record as records
+    from nibblas.arena.problem import ArenaError, read_task
+    from nibblas.arena.run import Options, run
+    from nibblas.arena.submission import read_submission
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ArenaError(f"--device {device}: torch finds no GPU here")
+    if against is not None and mode not in (ModeName.BENCHMARK, ModeName.LEADERBOARD):
+        raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
+    task = read_task(problem, dialect.value)
+    entry = read_submission(submission, task)
+    other = None if against is None else entry if against == "self" else read_submission(Path(against), task)
+    resumed = None if resume is None else records.read(resume)
+    if resumed is not None and resumed.complete:
+        raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
+    path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
+    path = path.absolute()
+    options = Options(
+        mode.value,
+        device,
+        threads,
+        seed,
+        budget,
+        hardened,
+        dialect.value,
+        stand_ins.value,
+        shlex.join(["nibblas", *sys.argv[1:]]),
+    )
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        with console.status("") as status:
+            found = run(
+                task,
+                entry,
+                options,
+                path,
+                against=other,
+                resumed=resumed,
+                progress=lambda text: status.update(text, spinner="dots"),
+            )
+    except KeyboardInterrupt:
+        console.print(
+            f"interrupted: {path} holds what was done, --resume {path} goes on", highlight=False, markup=False
+        )
+        raise
+    if as_json:
+        print(found.to_json(), end="")
+    elif popcorn:
+        print(popcorn_log.log(found), end="")
+    else:
+        from nibblas.arena.show import print_record
+
+        print_record(found, Console())
+        print(f"record: {path}")
+    raise typer.Exit(popcorn_log.exit_code(found) if popcorn else int(found.verdict != "correct here"))

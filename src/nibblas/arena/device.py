@@ -1,0 +1,141 @@
+"""What the worker does to its device around a call: wait for it, empty its caches, time it.
+
+Every function of torch that is needed is looked up when the class is made, which is before the submission is imported:
+what a submission puts in their place later is never called here.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+from nibblas.memory import cold_bytes
+
+
+class Device(Protocol):
+    """A device as the worker uses it; `flush_bytes` are written to empty its caches."""
+
+    device: torch.device
+    flush_bytes: int
+
+    @property
+    def timers(self) -> tuple[str, ...]:
+        """Names of the spans that `timed` returns; the first one ranks."""
+
+    def settle(self) -> None:
+        """Leave the device idle, with the data of earlier work out of its caches."""
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+    def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
+        """Nanoseconds of a call by each timer, and what it returned; all of the device's work is waited for."""
+
+
+def device_of(name: str) -> Device:
+    """The Device of "cpu", "cuda" or "cuda:1"."""
+    device = torch.device(name)
+    return Cpu() if device.type == "cpu" else Gpu(device)
+
+
+class Cpu:
+    """The host's clock around the call."""
+
+    timers: tuple[str, ...] = ("host",)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.flush_bytes = cold_bytes(self.device)
+        self._buffer = torch.zeros(max(self.flush_bytes // 8, 1), dtype=torch.int64)
+        self._add_, self._clock = torch.Tensor.add_, time.perf_counter_ns
+
+    def settle(self) -> None:
+        """Read and write as many bytes as are in all caches, by as many threads as compute."""
+        self._add_(self._buffer, 1)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
+        """See Device."""
+        clock = self._clock
+        start = clock()
+        output = function(data)
+        end = clock()
+        return {"host": end - start}, output
+
+
+class Gpu:
+    """Events around the call, on the stream that is current before it, and the host's clock around all.
+
+    The caches are emptied on the device just before the first event, so that the launch of a kernel overlaps with it
+    and is not timed. After the last event has come the whole device is waited for: how much longer that takes is
+    "tail", and is work on other streams that the events don't see.
+    """
+
+    timers: tuple[str, ...] = ("event", "host", "tail")
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.flush_bytes = cold_bytes(self.device)
+        self._buffer = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
+        events = torch._C._CudaEventBase
+        self._record, self._wait, self._elapsed = events.record, events.synchronize, events.elapsed_time
+        self._new_event, self._stream = torch.cuda.Event, torch.cuda.current_stream(self.device)
+        self._synchronize, self._zero_, self._clock = (
+            torch._C._cuda_synchronize,
+            torch.Tensor.zero_,
+            time.perf_counter_ns,
+        )
+        self._forget = _persisting_lines_forgotten()
+        self._events = self._event_pair()
+
+    def _event_pair(self) -> tuple[Any, Any]:
+        pair = self._new_event(enable_timing=True), self._new_event(enable_timing=True)
+        for event in pair:
+            self._record(event, self._stream)  # an event takes its resources when it is first recorded
+        return pair
+
+    def settle(self) -> None:
+        """Wait, and take back the part of the L2 that earlier kernels may have set aside to keep data in."""
+        self.synchronize()
+        self._forget()
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        self._synchronize()
+
+    def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
+        """See Device."""
+        clock, record, stream, (first, last) = self._clock, self._record, self._stream, self._events
+        start = clock()
+        self._zero_(self._buffer)
+        record(first, stream)
+        output = function(data)
+        record(last, stream)
+        self._wait(last)
+        come = clock()
+        self._synchronize()
+        end = clock()
+        event = round(self._elapsed(first, last) * 1e6)
+        return {"event": event, "host": end - start, "tail": end - come}, output
+
+
+def _persisting_lines_forgotten() -> Callable[[], None]:
+    """A function that resets lines of the L2 that were marked as persisting, where the driver knows such."""
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        reset, limit = driver.cuCtxResetPersistingL2Cache, driver.cuCtxSetLimit
+        persisting_l2_cache_size = 6  # of CUlimit
+
+        def forget() -> None:
+            reset()
+            limit(persisting_l2_cache_size, ctypes.c_size_t(0))
+
+        return forget
+    return lambda: None

@@ -1,0 +1,260 @@
+"""The trusted process: it makes inputs from seeds, keeps them, and checks what a submission returned.
+
+It alone knows seeds and right answers. It runs the problem's reference.py, with stand-ins for what this machine lacks,
+and never the submission. Other processes can't read its memory or environment.
+"""
+
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nibblas.arena import correctness
+from nibblas.arena.coverage import coverage
+from nibblas.arena.harden import Hardener
+from nibblas.arena.launcher import hide_from_other_processes
+from nibblas.arena.poison import output_arguments, poison_
+from nibblas.arena.record import Errors
+from nibblas.arena.standins import StandIns, install
+from nibblas.arena.wire import (
+    Channel,
+    Parcel,
+    Room,
+    UnsendableError,
+    checked,
+    copy_of,
+    pack,
+    storage_bytes,
+    unpack,
+)
+
+MAX_TEXT = 8000  # characters of a message that are sent
+PROBING = 3.0  # seconds that may be spent on finding out which inputs matter
+PARTS = 8  # of a storage, each of which may matter or not
+
+
+class Judge:
+    """Holds the problem's functions and the data of the current call; one method for each request."""
+
+    stand_ins: StandIns
+    reference: ModuleType
+
+    def __init__(self) -> None:
+        self.inputs: Room | None = None
+        self.outputs: Room | None = None
+        self.filled: tuple[str, ...] = ()
+        self.expected: Any = None
+        self.harden: Hardener | None = None
+
+    def load(self, request: dict) -> dict:
+        """Import reference.py from the current folder."""
+        torch.set_num_threads(request["threads"] or torch.get_num_threads())
+        self.device = torch.device(request["device"])
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.task = request["task"]
+        sources = [path.read_bytes() for path in Path().rglob("*.py")]
+        self.stand_ins = install(self.device, request["stand_ins"], sources)
+        sys.path.insert(0, str(Path.cwd()))
+        import reference
+
+        self.reference = reference
+        self.ref_kernel: Callable[[Any], Any] | None = getattr(reference, "ref_kernel", None)
+        return {"stand_ins": self.stand_ins.take_used()}
+
+    def make(self, request: dict) -> dict:
+        """Make the data of a call, and put it into shared memory.
+
+        The first call of a case also finds out which arguments are there to be filled, so that they hold nothing that
+        helps, and how many bytes must move.
+        """
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(request["seed"] % 2**32)
+        self.data = self.reference.generate_input(**request["values"])
+        if request["first"]:
+            self.filled, self.expected = (), None
+            self.harden = Hardener(self.ref_kernel) if self.ref_kernel is not None else None
+        if request["hardened"] and self.harden is not None:
+            self.data = self.harden(self.data, request["seed"])
+        facts = self._first_call() if request["first"] else {}
+        tensors = correctness.named_tensors(self.data, "data")
+        for name in self.filled:
+            poison_(tensors[name])
+        parcel = pack(self.data)
+        if self.inputs is None or self.inputs.nbytes < parcel.nbytes:
+            self.inputs = _replaced(self.inputs, parcel.nbytes, writable=False)
+        return {
+            "parcel": parcel.write(self.inputs.memory),
+            "names": _names(tensors, parcel),
+            "redrawn": self.harden.redrawn if request["hardened"] and self.harden else (),
+            "stand_ins": self.stand_ins.take_used(),
+            "fd": self.inputs.fd,
+            **facts,
+        }
+
+    def _first_call(self) -> dict:
+        facts: dict[str, Any] = {"coverage": [asdict(found) for found in coverage(self.data)]}
+        if self.ref_kernel is None:
+            return facts
+        parcel = pack(self.data)
+        started = time.monotonic()
+        self.expected = self.ref_kernel(copy_of(parcel))
+        one = time.monotonic() - started
+        self.filled = output_arguments(self.data, self.ref_kernel)
+        if one * 2 < PROBING:
+            facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, PROBING)
+        facts["written_bytes"] = sum(t.nbytes for t in correctness.named_tensors(self.expected, "result").values())
+        return facts
+
+    def room(self, request: dict) -> dict:
+        """Shared memory that a worker may write its output to."""
+        if self.outputs is None or self.outputs.nbytes < request["nbytes"]:
+            self.outputs = _replaced(self.outputs, request["nbytes"], writable=True)
+        return {"fd": self.outputs.fd}
+
+    def check(self, request: dict) -> dict:
+        """Check what was returned, by the reference's types and the problem's own check; measure errors if asked.
+
+        A check may write to its data, so that it is done on a copy where another output is to be checked `again`.
+        """
+        assert self.outputs is not None
+        output = checked(request["output"]).build(self.outputs.memory, self.device)
+        if self.expected is not None and (unlike := _unlike(output, self.expected, "the output")):
+            return {"good": False, "message": unlike}
+        reply: dict[str, Any] = {}
+        if request["measure"]:
+            reply["errors"] = self._errors(output)
+        data = copy_of(pack(self.data)) if request["again"] else self.data
+        try:
+            result = self.reference.check_implementation(data, output)
+        except Exception as error:
+            return {**reply, "good": False, "message": f"the problem's check failed: {_brief(error)}"}
+        good, message = result if isinstance(result, tuple | list) else (result, "")
+        return {
+            **reply,
+            "good": bool(good),
+            "message": str(message)[:MAX_TEXT],
+            "stand_ins": self.stand_ins.take_used(),
+        }
+
+    def _errors(self, output: Any) -> list[dict]:
+        parcel = pack(self.data)
+        answers = [correctness.exact_answer(self.task, copy_of(parcel), self.ref_kernel)]
+        if self.ref_kernel is not None:
+            answers.append(correctness.reference_answer(self.ref_kernel(copy_of(parcel))))
+        found: list[Errors] = []
+        for answer in filter(None, answers):
+            try:
+                found += correctness.errors(output, answer)
+            except ValueError:
+                continue  # an answer in another form, such as eigenvectors of another sign, is for the check to judge
+        return [asdict(errors) for errors in found]
+
+
+def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> int | None:
+    """Bytes of the data that the reference's answer was seen to depend on; None where it is another one each time.
+
+    Parts of storages are zeroed in turn, of large ones first, as long as there is time: what was not tried, or made no
+    difference, is not counted. So it is a lower bound of what every right kernel has to read.
+    """
+
+    def answer(changed: int, part: slice) -> list[Tensor] | None:
+        storages = [storage.clone() for storage in parcel.storages]
+        if storages:
+            storage_bytes(storages[changed])[part] = 0
+        try:
+            return list(correctness.named_tensors(ref_kernel(unpack(parcel.skeleton, storages)), "result").values())
+        except Exception:  # whatever a reference raises on data that makes no sense
+            return None
+
+    def differs(tensors: list[Tensor] | None) -> bool:
+        return tensors is None or len(tensors) != len(usual) or not all(map(_same_bytes, tensors, usual))
+
+    deadline, total, nothing = time.monotonic() + seconds, 0, slice(0, 0)
+    usual = answer(0, nothing) or []
+    if not usual or differs(answer(0, nothing)):
+        return None
+    sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages)}
+    for number in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        step = -(-sizes[number] // PARTS)
+        for at in range(0, sizes[number], step or 1):
+            part = slice(at, min(at + step, sizes[number]))
+            if time.monotonic() < deadline and differs(answer(number, part)):
+                total += part.stop - part.start
+    return total
+
+
+def _replaced(room: Room | None, nbytes: int, writable: bool) -> Room:
+    if room is not None:
+        room.close()
+    return Room(nbytes, writable)
+
+
+def _names(tensors: dict[str, Tensor], parcel: Parcel) -> list[str]:
+    """Where the first tensor of each storage stands in the data."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(tensor.untyped_storage()._cdata, name)
+    return [names.get(storage._cdata, "data") for storage in parcel.storages]
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _unlike(got: Any, expected: Any, what: str) -> str | None:
+    """How what was returned differs in kind from what the reference returns; None where it does not."""
+    if isinstance(expected, Tensor):
+        if not isinstance(got, Tensor):
+            return f"{what} is a {type(got).__name__}, the reference gives a tensor"
+        for name in ("dtype", "shape"):
+            found, wanted = (tuple(v) if name == "shape" else v for v in (getattr(got, name), getattr(expected, name)))
+            if found != wanted:
+                return f"{what} has {name} {found}, the reference's has {wanted}"
+    elif isinstance(expected, tuple | list):
+        if not isinstance(got, tuple | list) or len(got) != len(expected):
+            length = f" of {len(got)}" if isinstance(got, tuple | list) else ""
+            kind = "list" if isinstance(expected, list) else "tuple"
+            return f"{what} is a {type(got).__name__}{length}, the reference gives a {kind} of {len(expected)}"
+        pairs = enumerate(zip(got, expected, strict=True))
+        return next(filter(None, (_unlike(a, b, f"{what}[{index}]") for index, (a, b) in pairs)), None)
+    return None
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MAX_TEXT]
+
+
+def main() -> None:
+    """Serve the channel whose file descriptor is the first argument, until it closes."""
+    hide_from_other_processes()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    judge = Judge()
+    answers = {name: getattr(judge, name) for name in ("load", "make", "room", "check")}
+    for request, _ in channel.requests():
+        try:
+            reply = answers[request["do"]](request)
+        except UnsendableError as error:
+            reply = {"error": {"type": "UnsendableError", "message": str(error), "traceback": ""}}
+        except BaseException as error:
+            trace = "".join(traceback.format_exception(error))[-MAX_TEXT:]
+            reply = {"error": {"type": type(error).__name__, "message": _brief(error), "traceback": trace}}
+        fd = reply.pop("fd", None)
+        channel.reply(request["nonce"], [] if fd is None else [fd], **reply)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The runner's side of the two processes that it asks: the judge, whom it trusts, and a contestant, whom it doesn't."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nibblas.arena.problem import Task
+from nibblas.arena.record import CaseVerdict, Errors, Finding
+from nibblas.arena.sandbox import ExcessError, Sandbox
+from nibblas.arena.submission import Submission, incompatibility
+from nibblas.arena.wire import MAX_REPLY, Channel, ProtocolError, Returned, UnsendableError, checked
+
+WITHHELD = ("reference.py", "eval.py")  # files of a problem that a submission doesn't get
+EMPTY_CALLS = 20
+PATIENCE = 3600.0  # seconds that the judge may take, whose work is no contestant's fault
+STARTING = 300.0  # seconds for a process to start and to import torch
+KEPT_TEXT = 2000  # characters of an error that the record keeps
+
+
+class FaultError(Exception):
+    """What ends a case for a contestant: a verdict, its message, and perhaps a finding."""
+
+    def __init__(self, verdict: CaseVerdict, message: str, finding: Finding | None = None):
+        super().__init__(message)
+        self.verdict, self.message, self.finding = verdict, message, finding
+
+
+class JudgeError(Exception):
+    """The problem's own code failed, so that nothing can be said of the submission; the message says where."""
+
+
+# --- the judge -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """The data of one call: where it lies in shared memory, and what the judge found out about it."""
+
+    fd: int
+    parcel: dict
+    names: list[str]  # of the storages
+    facts: dict[str, Any]
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        os.close(self.fd)
+
+
+class JudgeProcess:
+    """The judge, started with the problem's files in a folder that only this user can read."""
+
+    def __init__(self, task: Task, device: str, threads: int, stand_ins: Sequence[str]):
+        self.folder = Path(tempfile.mkdtemp(prefix="arena-judge-"))
+        self.stand_ins: set[str] = set()
+        for file in task.files:
+            path = self.folder / file.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content)
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self.output = open(self.folder / "printed", "w+b")  # noqa: SIM115 - it lives as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "nibblas.arena.judge", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            start_new_session=True,
+        )
+        theirs.close()
+        try:
+            self._ask("load", task=task.name, device=device, threads=threads, stand_ins=list(stand_ins))
+        except BaseException:
+            self.close()
+            raise
+
+    def make(self, values: Mapping[str, Any], seed: int, *, first: bool, hardened: bool = False) -> Made:
+        """New data for a call; JudgeError where the problem can't make it."""
+        reply = self._ask("make", values=dict(values), seed=seed, first=first, hardened=hardened)
+        (fd,) = reply.pop("fds")
+        return Made(fd, reply.pop("parcel"), reply.pop("names"), reply)
+
+    def room(self, nbytes: int) -> int:
+        """The file descriptor of shared memory for an output; to be closed by the caller."""
+        return self._ask("room", nbytes=nbytes)["fds"][0]
+
+    def check(self, returned: Returned, *, measure: bool, again: bool = False) -> tuple[bool, str, tuple[Errors, ...]]:
+        """Whether an output is right, what the problem says of it, and how large its errors are."""
+        reply = self._ask("check", output=returned.to_json(), measure=measure, again=again)
+        errors = [Errors(**{**e, "worst_index": tuple(e["worst_index"])}) for e in reply.get("errors", ())]
+        return reply["good"], reply["message"], tuple(errors)
+
+    def _ask(self, do: str, **values: Any) -> dict:
+        try:
+            reply = self.channel.ask(do, PATIENCE, **values)
+        except (EOFError, ProtocolError) as gone:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+            self.output.seek(0)
+            printed = self.output.read()[-KEPT_TEXT:].decode(errors="replace")
+            raise JudgeError(f"the judge ended in {do} ({self.process.returncode}): {gone}{printed}") from None
+        if "error" in reply:
+            error = reply["error"]
+            where = {
+                "load": "reference.py can't be loaded",
+                "make": "the problem can't make its data",
+            }
+            raise JudgeError(f"{where.get(do, do)}: {error['message']}"[:KEPT_TEXT])
+        self.stand_ins |= set(reply.get("stand_ins", ()))
+        return reply
+
+    def close(self) -> None:
+        """End the process."""
+        self.channel.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.output.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# --- a contestant --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submission as both sides saw it. Nanoseconds; `aside_ns` is for describing and fetching."""
+
+    spans: dict
+    observed_ns: int
+    aside_ns: int
+    returned: Returned
+    stand_ins: tuple[str, ...]
+    changed: tuple[str, ...] = ()  # data that the submission wrote to and did not return
+
+
+@dataclass
+class Contestant:
+    """A submission with the worker that runs it, which is started when needed and again after it failed."""
+
+    submission: Submission
+    task: Task
+    device: str
+    threads: int
+    stand_ins: Sequence[str]
+    hide: Sequence[Path]
+    memory: int | None
+    seconds: float = 180.0  # for one request
+    allow: Sequence[str] = ()
+    sandbox: Sandbox | None = None
+    isolation: dict[str, bool | str] = field(default_factory=dict)
+    empty_ns: float = 0.0
+    timers: tuple[str, ...] = ()
+    flush_bytes: int = 0
+    used: set[str] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Start the worker, time calls of a function that does nothing, and load the submission; or FaultError."""
+        if self.sandbox is not None:
+            return
+        files = {file.name: file.content for file in self.task.files if file.name not in WITHHELD}
+        on_cpu = self.device == "cpu"
+        self.sandbox = Sandbox(
+            "nibblas.arena.worker",
+            files | self.submission.files,
+            hide=self.hide,
+            memory=self.memory,
+            limit_address_space=on_cpu,
+            **({"allow": self.allow} if self.allow else {}),
+        )
+        self.isolation = self.sandbox.isolation
+        self.channel = Channel(self.sandbox.end, MAX_REPLY)
+        told = self._ask("start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins))
+        self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
+        self.empty_ns = self._empty_call()
+        loaded = self._ask("load", self.seconds, main=self.submission.main)
+        self._raise_if_failed(loaded, "the submission can't be loaded")
+        self.used |= set(_words(loaded.get("stand_ins")))
+
+    def _empty_call(self) -> float:
+        """What the runner sees of a call of nothing, beyond what the worker claims of it."""
+        beyond = []
+        for _ in range(EMPTY_CALLS):
+            self._ask("prepare", STARTING)
+            started = time.perf_counter_ns()
+            spans = self._ask("call", STARTING)["spans"]
+            beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]])
+        return median(beyond)
+
+    def prepare(self, made: Made, *, elsewhere: bool) -> None:
+        """Hand over the data of the next call."""
+        self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
+
+    def call(self, made: Made, room: Callable[[int], int], device_type: str, *, inspect: bool) -> Call:
+        """Call the submission on data that was prepared, and fetch what it returned.
+
+        `room` gives shared memory for so many bytes; with `inspect` the data is looked at again. FaultError for any
+        failure of the submission.
+        """
+        started = time.perf_counter_ns()
+        reply = self._ask("call", self.seconds)
+        observed = time.perf_counter_ns() - started
+        self._raise_if_failed(reply, "")
+        started = time.perf_counter_ns()
+        told = self._ask("describe", self.seconds)
+        try:
+            returned = checked(told.get("output"), device_type)
+        except UnsendableError as error:
+            raise FaultError("refused", str(error), Finding("output-type", "refuse", str(error))) from None
+        except ProtocolError as error:
+            raise self._forged(str(error)) from None
+        fds = [room(returned.nbytes), *([os.dup(made.fd)] if inspect else [])]
+        try:
+            fetched = self._ask("fetch", self.seconds, fds, offsets=returned.offsets, parcel=made.parcel)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        aside = time.perf_counter_ns() - started
+        changed = tuple(name for number, name in enumerate(made.names) if number in _numbers(fetched.get("changed")))
+        stand_ins = _words(told.get("stand_ins"))
+        self.used |= set(stand_ins)
+        return Call(reply.get("spans", {}), observed, aside, returned, stand_ins, changed)
+
+    def profile(self, made: Made) -> str:
+        """The table of torch's profiler for one call."""
+        self.prepare(made, elsewhere=True)
+        reply = self._ask("profile", self.seconds)
+        self._raise_if_failed(reply, "")
+        return str(reply.get("report", ""))
+
+    def busy_seconds(self) -> float:
+        """CPU time that the worker and all below it have used."""
+        return sum(process.seconds for process in self.sandbox.processes()) if self.sandbox else 0.0
+
+    def _ask(self, do: str, seconds: float, fds: Sequence[int] = (), **values: Any) -> dict:
+        assert self.sandbox is not None
+        try:
+            return self.channel.ask(do, seconds, fds, self.sandbox.look, **values)
+        except TimeoutError:
+            self.stop()
+            raise FaultError("timeout", f"{_DOING[do]} took longer than {seconds:g} s") from None
+        except ExcessError as error:
+            self.stop()
+            raise FaultError("crashed", f"{_DOING[do]}: {error}") from None
+        except ProtocolError as error:
+            raise self._forged(str(error)) from None
+        except EOFError:
+            ended, printed = self.sandbox.end_all(), self.sandbox.printed.strip()
+            self.stop()
+            how = str(ended) if ended else "it closed its channel"
+            raise FaultError("crashed", f"{_DOING[do]}: {how}\n{printed[-KEPT_TEXT:]}".strip()) from None
+
+    def _forged(self, how: str) -> FaultError:
+        self.stop()
+        what = f"the worker's channel carried {how}"
+        return FaultError("refused", what, Finding("result-channel", "refuse", what))
+
+    def _raise_if_failed(self, reply: dict, what: str) -> None:
+        """FaultError for an exception that the worker tells of."""
+        error = reply.get("error")
+        if error is None:
+            return
+        if not isinstance(error, dict):
+            raise self._forged("an error that is none")
+        kind, message = str(error.get("type")), str(error.get("message"))[:KEPT_TEXT]
+        prefix = f"{what}: " if what else ""
+        reason = incompatibility(kind, message, self.submission, self.task)
+        self.stop()
+        if reason is not None:
+            raise FaultError("incompatible", f"{prefix}{reason}")
+        trace = str(error.get("traceback", ""))[-KEPT_TEXT:]
+        raise FaultError("crashed", f"{prefix}{kind}: {message}\n{trace}".strip())
+
+    def stop(self) -> None:
+        """End the worker and all that it started."""
+        if self.sandbox is not None:
+            self.sandbox.end_all()
+            self.sandbox = None
+
+
+_DOING = {
+    "start": "starting the worker",
+    "load": "importing the submission",
+    "prepare": "taking the data",
+    "call": "a call",
+    "describe": "describing the output",
+    "fetch": "fetching the output",
+    "profile": "a profiled call",
+}
+
+
+def _numbers(value: Any) -> set[int]:
+    return {number for number in value if type(number) is int} if isinstance(value, list) else set()
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(sorted({str(word)[:80] for word in value})) if isinstance(value, list) else ()

@@ -1,0 +1,599 @@
+"""A run: cases are made, called, checked and timed one call after the other, and all that happened goes into a record.
+
+The process that runs this owns the secret seed, the clock that counts, the statistics and the verdicts. It imports no
+code of the problem and none of the submission.
+"""
+
+import hashlib
+import platform
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from nibblas import roofline
+from nibblas.arena import correctness, coverage, record, standins, submission, timing
+from nibblas.arena.clocks import Clocks
+from nibblas.arena.launcher import hide_from_other_processes
+from nibblas.arena.parties import Contestant, FaultError, JudgeError, JudgeProcess, Made
+from nibblas.arena.problem import ArenaError, Case, Dialect, Task
+from nibblas.arena.record import (
+    CaseResult,
+    CaseVerdict,
+    Comparison,
+    Coverage,
+    Environment,
+    Errors,
+    Finding,
+    Mode,
+    PairedRatio,
+    Protocol,
+    Record,
+    RunVerdict,
+    Sample,
+    Seed,
+    TaskFacts,
+)
+from nibblas.arena.submission import Submission
+from nibblas.memory import cold_bytes, free_memory
+from nibblas.problem import arch_of
+
+STAGES: dict[Mode, tuple[Mode, ...]] = {
+    "test": ("test",),
+    "benchmark": ("benchmark",),
+    "leaderboard": ("test", "benchmark", "leaderboard"),
+    "profile": ("profile",),
+}
+BUDGET = 30.0  # seconds for one benchmark case
+INSPECTED = 8  # one call in so many has its data looked at again and its processes counted
+IDLE_SHARE, IDLE_SECONDS = 0.3, 0.1  # of CPU time, that a worker may use while nothing is asked of it
+SECRET_BITS = 31  # of the seed of one call; combined with a public seed it stays within 64 bits
+# From the gravest: what the worst of its cases makes of a run.
+GRAVITY: tuple[tuple[CaseVerdict, RunVerdict], ...] = (
+    ("refused", "refused"),
+    ("wrong", "wrong"),
+    ("crashed", "crashed"),
+    ("timeout", "timeout"),
+    ("incompatible", "incompatible here"),
+    ("not run", "unfinished"),
+    ("correct", "correct here"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is done. `seed` replaces the public seeds of the cases, to look into one; `budget` is per case."""
+
+    mode: Mode = "test"
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int | None = None
+    budget: float = BUDGET
+    hardened: bool = False
+    dialect: Dialect = "nibblas"
+    stand_ins: Literal["auto", "none"] = "auto"
+    command: str = ""
+
+
+Progress = Callable[[str], None]
+
+
+def run(
+    task: Task,
+    entry: Submission,
+    options: Options,
+    output: Path,
+    *,
+    against: Submission | None = None,
+    resumed: Record | None = None,
+    progress: Progress = lambda text: None,
+) -> Record:
+    """Run a submission on a problem, and return the record, which is also kept in a file all along.
+
+    Parameters
+    ----------
+    output : the record's file; it is written whole after each case.
+    against : another submission to compare times with, or the same one for the noise alone.
+    resumed : the record of an interrupted run, whose finished cases are kept; ArenaError where it is of another one.
+    progress : told what is going on.
+
+    Raises KeyboardInterrupt after the record was written, so that it can be resumed.
+    """
+    hide_from_other_processes()
+    return _Run(task, entry, options, output, against, resumed, progress).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        task: Task,
+        entry: Submission,
+        options: Options,
+        output: Path,
+        against: Submission | None,
+        resumed: Record | None,
+        progress: Progress,
+    ):
+        self.task, self.entry, self.options, self.output = task, entry, options, output
+        self.against, self.progress = against, progress
+        self.device = torch.device(options.device)
+        self.threads = (options.threads or torch.get_num_threads()) if self.device.type == "cpu" else 0
+        self.secret, self.salt = secrets.randbits(64), secrets.token_hex(16)
+        self.shuffled = random.Random(secrets.randbits(64))
+        self.record = self._first_record() if resumed is None else self._continued(resumed)
+        self.start = len(self.record.protocol.seeds) - 1
+        self.clocks = Clocks(self.device)
+
+    # --- the record
+
+    def _first_record(self) -> Record:
+        now = datetime.now(UTC)
+        line = roofline.roofline(self.device, self.threads)
+        is_known = line.source != "assumed"
+        rule = timing.Stopping(self.options.budget)
+        return Record(
+            id=f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}",
+            when=now.isoformat(timespec="seconds"),
+            command=self.options.command,
+            mode=self.options.mode,
+            task=TaskFacts(self.task.name, self.task.digests, self.task.lang, self.task.ranking_by),
+            submission=self.entry.facts,
+            environment=_environment(self.device, self.threads),
+            isolation={},
+            protocol=Protocol(
+                self.options.mode,
+                (self._seed(),),
+                self.options.dialect,
+                self.options.hardened,
+                flush_bytes=cold_bytes(self.device),
+                warmup=timing.WARMUP,
+                stopping_rule=str(rule),
+                confidence=timing.CONFIDENCE,
+                bandwidth=line.read_bandwidth if is_known else None,
+                bandwidth_source=line.source if is_known else "",
+                timeouts={stage: self.task.timeout(stage) for stage in STAGES[self.options.mode]},
+            ),
+            findings=tuple(submission.static_findings(self.entry)),
+        )
+
+    def _continued(self, old: Record) -> Record:
+        new = self._first_record()
+        for what in ("mode", "task", "submission"):
+            if getattr(old, what) != getattr(new, what):
+                raise ArenaError(f"the record to resume has another {what}: {getattr(old, what)}")
+        if old.environment.device != new.environment.device:
+            raise ArenaError(f"the record to resume is of {old.environment.device}, this is {new.environment.device}")
+        done = tuple(case for case in old.cases if case.verdict != "not run")
+        protocol = replace(new.protocol, seeds=old.protocol.seeds + new.protocol.seeds)
+        return replace(new, id=old.id, when=old.when, cases=done, protocol=protocol, comparison=old.comparison)
+
+    def _seed(self, told: bool = False) -> Seed:
+        commitment = record.commit(self.secret, self.salt)
+        return Seed(commitment, self.secret, self.salt) if told else Seed(commitment)
+
+    def _keep(self, **changes: object) -> None:
+        self.record = replace(self.record, **changes)  # type: ignore[arg-type]
+        record.write(self.record, self.output)
+
+    def _add(self, case: CaseResult) -> None:
+        self._keep(cases=(*self.record.cases, case))
+
+    # --- the run
+
+    def run(self) -> Record:
+        why_not = self._why_not()
+        if why_not is not None:
+            cases = [self._empty(kind, case, "incompatible", why_not) for kind, case in self._planned()]
+            return self._end(cases, why_not)
+        self._keep()
+        try:
+            with ExitStack() as stack:
+                names = standins.ALL if self.options.stand_ins == "auto" else ()
+                self.progress("starting the judge")
+                self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
+                stack.callback(self.judge.close)
+                self.contestants = [self._contestant(entry, names) for entry in self._entries()]
+                for contestant in self.contestants:
+                    stack.callback(contestant.stop)
+                self._stages()
+        except JudgeError as error:
+            rest = [self._empty(kind, case, "incompatible", str(error)) for kind, case in self._planned()]
+            return self._end(rest, str(error))
+        except KeyboardInterrupt:
+            self._keep(reason="interrupted", protocol=self._protocol_with_seed())
+            raise
+        rest = [self._empty(kind, case, "not run", "an earlier stage did not pass") for kind, case in self._planned()]
+        return self._end(rest, "")
+
+    def _why_not(self) -> str | None:
+        devices = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        found = self.task.why_not(devices)
+        if found is None and self.task.lang == "cu":
+            found = "it brings its own evaluation in C++, which has nothing that the arena could call or check"
+        if found is None:
+            stands_in = standins.provides if self.options.stand_ins == "auto" else (lambda module, name: False)
+            found = submission.why_not(self.entry, self.task, arch_of(self.device), stands_in)
+        return found
+
+    def _entries(self) -> list[Submission]:
+        """Whose calls are timed: the submission; in a comparison also the other one, then the submission again."""
+        if self.against is None:
+            return [self.entry]
+        return [self.entry, self.against, self.entry]
+
+    def _contestant(self, entry: Submission, names: Sequence[str]) -> Contestant:
+        hide = [self.task.directory, self.output.parent, entry.path if entry.path.is_dir() else entry.path.parent]
+        return Contestant(
+            entry,
+            self.task,
+            self.options.device,
+            self.threads,
+            names,
+            hide,
+            free_memory() // (1 + len(self._entries())),
+        )
+
+    def _planned(self) -> Iterator[tuple[Mode, Case]]:
+        """Stages and cases that the record does not have yet."""
+        done = {(case.kind, case.text) for case in self.record.cases}
+        for stage in STAGES[self.options.mode]:
+            for case in self.task.cases(stage):
+                if (stage, case.text) not in done:
+                    yield stage, case
+
+    def _stages(self) -> None:
+        for stage in STAGES[self.options.mode]:
+            for contestant in self.contestants:
+                contestant.seconds = self.task.timeout(stage)
+            for kind, case in list(self._planned()):
+                if kind != stage:
+                    continue
+                self.progress(f"{stage} {case.text}")
+                result = self._case(stage, case)
+                self._add(result)
+                if stage == "leaderboard" and result.verdict != "correct":
+                    return
+            if any(case.kind == stage and case.verdict != "correct" for case in self.record.cases):
+                return
+
+    def _end(self, rest: Sequence[CaseResult], reason: str) -> Record:
+        cases = (*self.record.cases, *rest)
+        verdicts: set[CaseVerdict] = {case.verdict for case in cases if case.verdict != "not run"} or {"not run"}
+        verdict = next(run for case, run in GRAVITY if case in verdicts)
+        if not reason:
+            worst = next((case for case in cases if _run_verdict(case.verdict) == verdict != "correct here"), None)
+            reason = f"{worst.kind} {worst.text}: {worst.message}".removesuffix(": ") if worst else ""
+        ranked = [case.statistics for case in cases if case.kind == STAGES[self.options.mode][-1]]
+        medians = [found.median_ns * 1e-9 for found in ranked if found is not None]
+        is_ranked = verdict == "correct here" and medians and len(medians) == len(ranked)
+        self._keep(
+            cases=cases,
+            verdict=verdict,
+            reason=reason,
+            score=self.task.score(medians) if is_ranked else None,
+            stand_ins=tuple(sorted({*self.record.stand_ins, *self._used()})),
+            protocol=self._protocol_with_seed(),
+            complete=True,
+        )
+        return self.record
+
+    def _used(self) -> set[str]:
+        used = set(self.judge.stand_ins) if hasattr(self, "judge") else set()
+        for contestant in getattr(self, "contestants", ()):
+            used |= contestant.used
+        return used
+
+    def _protocol_with_seed(self) -> Protocol:
+        seeds = (*self.record.protocol.seeds[: self.start], self._seed(told=True))
+        return replace(self.record.protocol, seeds=seeds)
+
+    def _empty(self, kind: Mode, case: Case, verdict: CaseVerdict, message: str) -> CaseResult:
+        return CaseResult(kind, case.text, dict(case.values), verdict, message, start=self.start)
+
+    # --- one case
+
+    def _case(self, kind: Mode, case: Case) -> CaseResult:
+        if self.options.seed is not None and "seed" in case.values:
+            case = replace(case, values={**case.values, "seed": self.options.seed})
+        done = _Case(self, kind, case)
+        try:
+            for contestant in self.contestants:
+                contestant.start()
+            self._keep(isolation=self.contestants[0].isolation, protocol=self._protocol_as_seen())
+            if kind == "test":
+                done.test()
+            elif kind == "profile":
+                done.profile()
+            elif self.against is not None and kind == "benchmark":
+                done.compare()
+                self._compared(done)
+            else:
+                done.benchmark()
+        except FaultError as fault:
+            done.fail(fault)
+        return done.result()
+
+    def _protocol_as_seen(self) -> Protocol:
+        first = self.contestants[0]
+        return replace(
+            self.record.protocol,
+            timer=first.timers[0],
+            timers=first.timers,
+            flush_bytes=first.flush_bytes,
+            empty_call_ns=first.empty_ns,
+        )
+
+    def _compared(self, done: "_Case") -> None:
+        assert self.against is not None
+        ratios = () if self.record.comparison is None else self.record.comparison.ratios
+        if done.ratio is not None:
+            self._keep(comparison=Comparison(self.against.facts, (*ratios, done.ratio)))
+
+    def secret_of(self, kind: Mode, case: Case, index: int) -> int:
+        """The secret seed of one call of a case."""
+        digest = hashlib.sha256(f"{self.secret}/{kind}/{case.text}/{index}".encode()).digest()
+        return int.from_bytes(digest[:8]) % 2**SECRET_BITS
+
+
+class _Case:
+    """One case in the making: its calls so far, and what they showed."""
+
+    def __init__(self, run: _Run, kind: Mode, case: Case):
+        self.run, self.kind, self.case = run, kind, case
+        self.verdict: CaseVerdict = "correct"
+        self.message, self.report = "", ""
+        self.calls = 0
+        self.samples: list[Sample] = []
+        self.first_call_ns: float | None = None
+        self.errors: tuple[Errors, ...] = ()
+        self.coverage: tuple[Coverage, ...] = ()
+        self.findings: dict[str, Finding] = {}
+        self.stand_ins: set[str] = set()
+        self.floor: float | None = None
+        self.ratio: PairedRatio | None = None
+        self.started = time.monotonic()
+
+    # --- kinds of cases
+
+    def test(self) -> None:
+        """The public seed, as KernelBot has it, then a secret one; where asked for, hardened inputs by two seeds."""
+        hardenings = (False, False, True, True) if self.run.options.hardened else (False, False)
+        for index, hardened in enumerate(hardenings):
+            if not self._one(index, secret=index > 0, hardened=hardened):
+                return
+
+    def benchmark(self) -> None:
+        """Calls on fresh inputs until the stopping rule is satisfied; in ranked cases all seeds are secret."""
+        rule = timing.Stopping(self.run.options.budget)
+        for index in range(1 << 30):
+            if not self._one(index, secret=index > 0 or self.kind == "leaderboard"):
+                return
+            valid = timing.claimed(self.samples, self.run.record.protocol.timer)
+            if len(self.samples) > timing.WARMUP and rule.is_reached(valid, self._seconds()):
+                break
+        self._judge_times()
+
+    def compare(self) -> None:
+        """Rounds in which all contestants get the same inputs, in shuffled order."""
+        run, rule = self.run, timing.Stopping(self.run.options.budget)
+        timer = run.record.protocol.timer
+        own = [contestant is run.contestants[0] for contestant in run.contestants]
+        rounds: list[tuple[float, float, float]] = []
+        for index in range(1 << 30):
+            times = [0.0] * len(own)
+            with self._made(index, secret=index > 0, hardened=False) as made:
+                order = list(enumerate(run.contestants))
+                run.shuffled.shuffle(order)
+                for place, (number, contestant) in enumerate(order):
+                    sample = self._called(index, made, contestant, again=place < len(order) - 1)
+                    if sample is None:
+                        return
+                    times[number] = sample.claimed_ns[timer] or 0.0
+                    if number == 0:
+                        self.samples.append(sample)
+            if index >= timing.WARMUP and all(times):
+                rounds.append((times[0], times[1], times[2]))
+            ratios = [this / other for this, other, _ in rounds]
+            if len(self.samples) > timing.WARMUP and rule.is_reached(ratios, self._seconds()):
+                break
+        self._judge_times()
+        self.ratio = timing.compared(
+            self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds]
+        )
+
+    def profile(self) -> None:
+        """One call, checked like others, then one under the profiler."""
+        if self._one(0, secret=False):
+            with self._made(1, secret=False, hardened=False) as made:
+                self.report = self.run.contestants[0].profile(made)
+
+    # --- one call
+
+    def _one(self, index: int, *, secret: bool, hardened: bool = False) -> bool:
+        """A call by the submission alone; whether the case goes on."""
+        with self._made(index, secret=secret, hardened=hardened) as made:
+            sample = self._called(index, made, self.run.contestants[0], again=False)
+        if sample is not None:
+            self.samples.append(sample)
+        return sample is not None
+
+    @contextmanager
+    def _made(self, index: int, *, secret: bool, hardened: bool) -> Iterator[Made]:
+        run = self.run
+        own = run.secret_of(self.kind, self.case, index) if secret else None
+        values = self.case.seeded(own)
+        seed = values["seed"] if isinstance(values.get("seed"), int) else own or 42
+        made = run.judge.make(values, seed + index if hardened else seed, first=index == 0, hardened=hardened)
+        try:
+            if "coverage" in made.facts:
+                self.coverage = tuple(_coverage(found) for found in made.facts["coverage"])
+            if index == 0:
+                self.floor = self._floor(made)
+            yield made
+        finally:
+            made.close()
+
+    def _floor(self, made: Made) -> float | None:
+        protocol = self.run.record.protocol
+        return timing.floor_ns(
+            made.facts.get("read_bytes"), made.facts.get("written_bytes", 0), protocol.flush_bytes, protocol.bandwidth
+        )
+
+    def _called(self, index: int, made: Made, contestant: Contestant, *, again: bool) -> Sample | None:
+        """A call of one contestant and its check; None, with the verdict set, where the case ends with it."""
+        run = self.run
+        is_own, inspect = contestant is run.contestants[0], index < 3 or index % INSPECTED == 0
+        elsewhere = run.shuffled.random() < 0.5
+        contestant.prepare(made, elsewhere=elsewhere)
+        call = contestant.call(made, run.judge.room, run.device.type, inspect=inspect)
+        throttled = run.clocks.throttled()
+        self.calls += is_own
+        busy, since = (contestant.busy_seconds(), time.monotonic()) if inspect else (0.0, 0.0)
+        good, message, errors = run.judge.check(call.returned, measure=is_own and index == 0, again=again)
+        if inspect:
+            self._look_for_idle_work(contestant.busy_seconds() - busy, time.monotonic() - since)
+        if is_own:
+            self.errors = correctness.largest([*self.errors, *errors])
+            self.stand_ins |= set(call.stand_ins)
+            for name in call.changed:
+                self._find(Finding("input-mutation", "flag", f"the submission wrote to {name}", f"call {index}"))
+            if index == 0:
+                self.first_call_ns = float(call.observed_ns)
+        if not good:
+            self.verdict = "wrong"
+            seed = "the public seed" if index == 0 and self.kind != "leaderboard" else "a secret seed"
+            whose = "" if is_own else f"{contestant.submission.path.name}: "
+            self.message = f"{whose}call {index}, with {seed}: {message}"
+            return None
+        if message:
+            self.message = message
+        claims = timing.nanoseconds(call.spans, contestant.timers)
+        sample = Sample(claims, float(call.observed_ns), True, "", throttled, elsewhere)
+        return self._validated(index, sample)
+
+    def _validated(self, index: int, sample: Sample) -> Sample:
+        """The sample, invalid where it is a warm-up or claims what can't be."""
+        ns = sample.claimed_ns[self.run.record.protocol.timer]
+        if ns is None:
+            self._find(Finding("timer", "refuse", "a timer gave a time that is no positive number", f"call {index}"))
+            return replace(sample, valid=False, reason="no time")
+        if timing.below_floor(ns, self.floor):
+            self._find(
+                Finding(
+                    "below-floor",
+                    "refuse",
+                    f"a call took {ns / 1e3:.1f} us, and this device needs {(self.floor or 0) / 1e3:.1f} us to move "
+                    "the bytes that must move",
+                    f"call {index}",
+                    {"claimed_ns": ns, "floor_ns": self.floor},
+                )
+            )
+            return replace(sample, valid=False, reason="below the floor")
+        if index < timing.WARMUP:
+            return replace(sample, valid=False, reason="warm-up")
+        if sample.throttled:
+            return replace(sample, valid=False, reason="the clocks were throttled")
+        return sample
+
+    def _look_for_idle_work(self, busy: float, seconds: float) -> None:
+        if busy > IDLE_SECONDS + IDLE_SHARE * seconds:
+            self._find(
+                Finding(
+                    "background-work",
+                    "flag",
+                    f"the worker used {busy:.2f} s of CPU time in {seconds:.2f} s in which nothing was asked of it",
+                    evidence={"busy_s": busy, "seconds": seconds},
+                )
+            )
+
+    def _judge_times(self) -> None:
+        protocol = self.run.record.protocol
+        for finding in (
+            timing.disagreement(self.samples, protocol.empty_call_ns or 0.0, protocol.timer),
+            timing.hidden_work(self.samples),
+        ):
+            if finding is not None:
+                self._find(finding)
+
+    # --- what it comes to
+
+    def _find(self, finding: Finding) -> None:
+        """Keep the first finding of each kind and subject."""
+        self.findings.setdefault(finding.class_id + finding.what[:40], finding)
+
+    def fail(self, fault: FaultError) -> None:
+        """End the case with a fault of the submission."""
+        self.verdict, self.message = fault.verdict, fault.message
+        if fault.finding is not None:
+            self._find(fault.finding)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def result(self) -> CaseResult:
+        """The case as the record keeps it."""
+        refused = next((finding for finding in self.findings.values() if finding.severity == "refuse"), None)
+        if refused is not None and self.verdict == "correct":
+            self.verdict, self.message = "refused", refused.what
+        is_timed = self.kind in ("benchmark", "leaderboard")
+        return CaseResult(
+            self.kind,
+            self.case.text,
+            dict(self.case.values),
+            self.verdict,
+            self.message,
+            self.calls,
+            self.errors,
+            coverage.combined(self.coverage),
+            self.first_call_ns,
+            tuple(self.samples),
+            timing.statistics_of(self.samples, self.run.record.protocol.timer) if is_timed else None,
+            self.floor,
+            tuple(self.findings.values()),
+            tuple(sorted(self.stand_ins)),
+            self.run.start,
+            self.report,
+        )
+
+
+def _run_verdict(verdict: CaseVerdict) -> RunVerdict:
+    return dict(GRAVITY)[verdict]
+
+
+def _coverage(values: dict) -> Coverage:
+    return Coverage(**{**values, "shape": tuple(values["shape"])})
+
+
+def _environment(device: torch.device, threads: int) -> Environment:
+    versions = {"nibblas": metadata.version("nibblas")}
+    for name in ("triton", "kernelguard"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        versions["hip"] = torch.version.hip
+    clocks = Clocks(device)
+    versions |= clocks.versions
+    return Environment(
+        roofline.device_name(device),
+        arch_of(device),
+        threads,
+        roofline.device_name(torch.device("cpu")),
+        f"{platform.system()} {platform.release()}",
+        platform.python_version(),
+        torch.__version__,
+        versions,
+        {"host": socket.gethostname()} | clocks.facts,
+    )

@@ -1,0 +1,140 @@
+"""What the runner makes of the times that a worker claims and of those that it sees itself. Pure functions.
+
+A worker claims the span of a call by its own timers. The runner sees how long the reply took. From that comes off what
+a call of an empty function takes, seen in the same worker before it had loaded the submission. A submission that makes
+its timers lie, or that does its work outside the span, disagrees with what is seen.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nibblas.arena.record import Finding, PairedRatio, Sample, Statistics
+from nibblas.statistics import median_interval, paired_ratio
+
+WARMUP = 2  # calls of a case, by the same requests as all others, whose times don't count
+AT_LEAST = 10  # samples before the interval may end a case
+FEWEST = 3  # samples that are taken however little time there is
+PRECISION = 0.01  # of the median: half the width of its interval
+CONFIDENCE = 0.95
+# What may lie between claimed and seen times of an honest call: a share of the time, and what scheduling costs the
+# reply; on a CPU also that the call left the caches cold.
+SHARE = 0.25
+SLACK_NS = {"host": 100e3, "event": 30e3}
+TAIL_NS = 20e3  # for which a device may go on after the last event of a call has come
+FLOOR_SHARE = 0.75  # of a floor: measured bandwidths are those of one access pattern, others reach somewhat more
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When a case has been sampled enough. `budget` is in seconds, for all that its calls take, checks included."""
+
+    budget: float
+    at_least: int = AT_LEAST
+    precision: float = PRECISION
+
+    def __str__(self) -> str:
+        return (
+            f"at least {self.at_least} samples and the {CONFIDENCE:.0%} interval of the median within "
+            f"{self.precision:.0%}, or {self.budget:g} s used and {FEWEST} samples"
+        )
+
+    def is_reached(self, samples: Sequence[float], seconds: float) -> bool:
+        """Whether these samples, taken in that time, are enough."""
+        if seconds >= self.budget:
+            return len(samples) >= FEWEST
+        if len(samples) < self.at_least:
+            return False
+        return median_interval(samples, confidence=CONFIDENCE).half_width <= self.precision
+
+
+def claimed(samples: Sequence[Sample], timer: str) -> list[float]:
+    """The valid claims of one timer."""
+    return [ns for sample in samples if sample.valid and (ns := sample.claimed_ns.get(timer)) is not None]
+
+
+def statistics_of(samples: Sequence[Sample], timer: str) -> Statistics | None:
+    """The median of a timer's valid claims with its interval; None without any."""
+    values = claimed(samples, timer)
+    if not values:
+        return None
+    found = median_interval(values, confidence=CONFIDENCE)
+    return Statistics(timer, found.value, found.low, found.high, len(values))
+
+
+def floor_ns(read_bytes: int | None, written_bytes: int, cache_bytes: int, bandwidth: float | None) -> float | None:
+    """The least that a case can take: bytes that must be read, and written bytes that no cache can hold back.
+
+    Bandwidth is in bytes a second. None where it, or what must be read, is not known.
+    """
+    if bandwidth is None or read_bytes is None:
+        return None
+    return (read_bytes + max(written_bytes - cache_bytes, 0)) / bandwidth * 1e9
+
+
+def below_floor(sample_ns: float, floor: float | None) -> bool:
+    """Whether a time is one that no device of this bandwidth can reach."""
+    return floor is not None and sample_ns < FLOOR_SHARE * floor
+
+
+def disagreement(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
+    """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
+
+    `empty_ns` is what the runner sees of a call of nothing, beyond its claim. The medians over a case are compared,
+    since a single call may have had to wait for the machine.
+    """
+    pairs = [
+        (ns, sample.observed_ns - empty_ns)
+        for sample in samples
+        if sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
+    ]
+    if len(pairs) < FEWEST:
+        return None
+    missing = median_interval([seen - ns for ns, seen in pairs], confidence=0.99)
+    usual = median_interval([ns for ns, _ in pairs]).value
+    if missing.low <= SHARE * max(usual, 0.0) + SLACK_NS[timer]:
+        return None
+    return Finding(
+        "timer",
+        "refuse",
+        f"the {timer} timer claims {usual / 1e3:.1f} us a call, and the runner saw {missing.value / 1e3:.1f} us more",
+        evidence={"claimed_ns": usual, "missing_ns": missing.value, "missing_low_ns": missing.low},
+    )
+
+
+def hidden_work(samples: Sequence[Sample]) -> Finding | None:
+    """A finding where the device went on after the last event: work on streams that the events don't see."""
+    tails = [tail for sample in samples if (tail := sample.claimed_ns.get("tail")) is not None]
+    if len(tails) < FEWEST:
+        return None
+    found = median_interval(tails, confidence=0.99)
+    if found.low <= TAIL_NS:
+        return None
+    return Finding(
+        "side-stream",
+        "refuse",
+        f"the device went on for {found.value / 1e3:.1f} us after the last event of a call",
+        evidence={"tail_ns": found.value, "tail_low_ns": found.low},
+    )
+
+
+def compared(
+    text: str, pairs: Sequence[tuple[float, float]], noise_pairs: Sequence[tuple[float, float]]
+) -> PairedRatio:
+    """The ratio of pairs (this, other), and of pairs of the same submission in two workers."""
+    ratio = paired_ratio(*zip(*pairs, strict=True), confidence=CONFIDENCE)
+    noise = paired_ratio(*zip(*noise_pairs, strict=True), confidence=CONFIDENCE)
+    return PairedRatio(
+        text, ratio.value, ratio.low, ratio.high, noise.low, noise.high, tuple(pairs), tuple(noise_pairs)
+    )
+
+
+def nanoseconds(spans: object, timers: Sequence[str]) -> dict[str, float | None]:
+    """Spans that a worker claims, by timer; None for what is no positive number, which no honest clock gives."""
+    found: dict[str, float | None] = dict.fromkeys(timers)
+    if isinstance(spans, dict):
+        for timer in timers:
+            ns = spans.get(timer)
+            if isinstance(ns, int | float) and not isinstance(ns, bool) and 0 < ns < math.inf:
+                found[timer] = float(ns)
+    return found
