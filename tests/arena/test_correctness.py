@@ -7,7 +7,15 @@ import torch
 from checks import random_codes
 
 from nibblas import reference
-from nibblas.arena.correctness import Answer, errors, exact_answer, largest, reference_answer
+from nibblas.arena.correctness import (
+    Answer,
+    errors,
+    exact_answer,
+    fault_beside_rounding,
+    largest,
+    passes,
+    reference_answer,
+)
 from nibblas.arena.products import problem_of
 from nibblas.formats import MXFP4, NVFP4
 from nibblas.layouts import BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, contest_view
@@ -90,6 +98,29 @@ def test_largest_over_calls():
     assert found == largest([*calls[1], *calls[0]])[0]
 
 
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        ((True, "fine"), (True, "fine")),
+        ([False, "bad"], (False, "bad")),
+        (True, (True, "")),
+        (None, (False, "")),
+        ("", (True, "")),  # what older checks return
+        ("mismatch", (False, "mismatch")),
+        (torch.tensor(True), (True, "")),
+    ],
+)
+def test_what_checks_return(result, verdict):
+    assert passes(lambda data, output: result, None, None) == verdict
+
+
+def test_a_check_that_raises_takes_nothing():
+    def check(data, output):
+        raise AssertionError("shapes differ")
+
+    assert passes(check, None, None) == (False, "the problem's check failed: AssertionError: shapes differ")
+
+
 # --- exact answers of a reference run in float64 -------------------------------------------------------------------
 
 
@@ -168,6 +199,12 @@ def test_nvfp4_products_in_the_shapes_of_the_contest():
     assert torch.equal(found.values[0], answer[:, :1])
     (e,) = errors(found.values[0].half() / 2, found)
     assert 0.1 < e.max_relative_size < 0.501
+    assert fault_beside_rounding(found.values[0].half(), found) is None
+    small = found.values[0].half()
+    small[5] = 0  # of its own row, which may be tiny beside the others
+    assert "2 of 256 elements of result are off by more than 1%" in fault_beside_rounding(small, found)
+    small[5] = math.nan
+    assert "worst at (5, 0, 0): got nan" in fault_beside_rounding(small, found)
     b2 = operand(128, 64, 2)
     dual = contest_tuple(a, b, b2, c=torch.empty(128, 128, 2, dtype=torch.float16))
     gated = reference.gated_linear(a, b, b2).permute(1, 2, 0)

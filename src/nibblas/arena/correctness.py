@@ -38,6 +38,7 @@ _MOVES = {
     *("new_zeros", "ones_like", "repeat", "roll", "select_scatter", "slice_scatter", "stack", "where", "zero_"),
     *("_reshape_alias", "_unsafe_view", "index_copy_", "masked_fill_", "new_empty_strided", "resize_", "zeros_like"),
 }
+OF_SIZE = 0.01  # of an element's expected size, beside rounding
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,22 @@ class Answer:
     against: Literal["exact", "reference"]
     values: tuple[Tensor, ...]
     sizes: tuple[Tensor | None, ...]
+
+
+def passes(check: Callable[[Any, Any], Any], data: Any, output: Any) -> tuple[bool, str]:
+    """Whether a problem's check_implementation takes an output, and what it says.
+
+    Checks return (good, message), or good, or, as older ones do, a message that is empty where all is well. One that
+    raises takes nothing.
+    """
+    try:
+        result = check(data, output)
+    except Exception as error:
+        return False, f"the problem's check failed: {type(error).__name__}: {error}"
+    if isinstance(result, str):
+        return not result, result
+    good, message = result if isinstance(result, tuple | list) else (result, "")
+    return bool(good), str(message)
 
 
 def named_tensors(value: Any, name: str) -> dict[str, Tensor]:
@@ -86,6 +103,32 @@ def errors(output: Any, answer: Answer) -> tuple[Errors, ...]:
         _errors(name, answer.against, got, value, size)
         for (name, got), value, size in zip(named.items(), answer.values, answer.sizes, strict=True)
     )
+
+
+def fault_beside_rounding(output: Any, answer: Answer) -> str | None:
+    """What is wrong with the outputs of hardened inputs although the problem's check takes them; None if nothing.
+
+    Rows of hardened inputs differ in size by many octaves, and a tolerance with an absolute part is blind to the
+    small ones. So each element is held to its own expected size, where that is known: one unit in the last place, and
+    OF_SIZE of that size for the order of the sum, or a code that another quantizer rounds the other way.
+    """
+    for (name, got), value, size in zip(
+        named_tensors(output, "result").items(), answer.values, answer.sizes, strict=True
+    ):
+        if size is None:
+            continue
+        right, size = value.to(got.device), size.to(got.device)
+        beyond = (got.double() - right).abs() - _ulp(right, got.dtype)
+        share = torch.where(right.to(got.dtype).isfinite(), beyond / torch.maximum(size, right.abs()), 0.0)
+        share = share.nan_to_num(torch.inf)
+        bad = share > OF_SIZE
+        if bad.any():
+            worst = tuple(int(i) for i in torch.unravel_index(share.argmax(), share.shape))
+            return (
+                f"{int(bad.sum())} of {bad.numel()} elements of {name} are off by more than {OF_SIZE:.0%} of their "
+                f"expected size; worst at {worst}: got {got[worst].item():.6g}, exact {right[worst].item():.6g}"
+            )
+    return None
 
 
 def largest(found: Sequence[Errors]) -> tuple[Errors, ...]:
