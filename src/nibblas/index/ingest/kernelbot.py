@@ -102,9 +102,10 @@ def read_problem(folder: Path) -> Problem:
         task = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    cases = [case for kind in ("tests", "benchmarks") for case in (task or {}).get(kind) or ()]
-    if not isinstance(task, dict) or not all(isinstance(case, dict) for case in cases):
-        raise ValueError(f"{path}: need a mapping whose tests and benchmarks are lists of mappings")
+    try:
+        cases = [dict(case) for kind in ("tests", "benchmarks") for case in task.get(kind) or ()]
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"{path}: need a mapping whose tests and benchmarks are lists of mappings") from None
     board = folder.resolve().name
     sizes = [set(_axes(case)) for case in cases]
     axes = tuple(key for key in (cases[0] if cases else {}) if all(key in size for size in sizes))
@@ -183,10 +184,11 @@ def _read_text(path: Path, options: Options) -> Item:
 def _file_name(code: str) -> str:
     """What KernelBot calls a file with this text."""
     try:
-        ast.parse(code)
+        if ast.parse(code).body:
+            return "submission.py"
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "submission.cu" if re.search(r"^\s*#\s*include\b", code, re.MULTILINE) else "submission.txt"
-    return "submission.py"
+        pass
+    return "submission.cu" if re.search(r"^\s*#\s*include\b", code, re.MULTILINE) else "submission.txt"
 
 
 def _open(path: Path) -> "ParquetFile":
@@ -429,11 +431,19 @@ def _boards(path: Path) -> dict[int, str]:
 
 def _card_terms(path: Path) -> str | None:
     """The licence that the data set's card beside this file states in its head, as an SPDX expression."""
-    from nibblas.index.licence import spdx
-
     try:
         head = re.match(r"---\n(.*?)\n---", path.with_name("README.md").read_text(errors="replace"), re.DOTALL)
     except OSError:
         return None
     stated = dict(re.findall(r"^(license|license_name):\s*(\S.*?)\s*$", head[1], re.MULTILINE)) if head else {}
-    return spdx(stated.get("license_name") or stated.get("license") or "")
+    return _spdx(stated.get("license_name") or stated.get("license") or "")
+
+
+def _spdx(stated: str) -> str | None:
+    """A licence as SPDX writes it; None for what is no name of a licence."""
+    from license_expression import ExpressionError, get_spdx_licensing
+
+    try:
+        return str(get_spdx_licensing().parse(stated, validate=True)) or None
+    except ExpressionError:
+        return None
