@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from nibblas import storage
 from nibblas.formats import MXFP4, NVFP4, pack
-from nibblas.layouts import LAYOUTS, LINEAR, BLOCKED_128x4, SHUFFLED_16x16, TiledLayout
+from nibblas.layouts import LAYOUTS, LINEAR, BLOCKED_128x4, SHUFFLED_16x16, TiledLayout, contest_view
 from nibblas.quantize import dequantize, quantize
 from nibblas.tensor import ScaledTensor, stack
 
@@ -144,6 +144,39 @@ def test_from_parts_errors(data, scale, format, more, error, message):
         ScaledTensor.from_parts(data, scale, format, **more)
 
 
+@FORMATS
+@pytest.mark.parametrize("rows", [128, 200, 1])
+def test_from_batch_last_copies_nothing(format, rows):
+    t = drawn(format, 3, rows, 320, global_scale=torch.tensor(1.0) if format.has_global_scale else None)
+    data, linear = t.data_as_float4.permute(1, 2, 0), t.scale_as_float8.permute(1, 2, 0)
+    stored = BLOCKED_128x4.to(t.scale)
+    for scale, parts, layout in ((linear, t.scale, LINEAR), (contest_view(stored), stored, BLOCKED_128x4)):
+        got = ScaledTensor.from_batch_last(data, scale, format.name)
+        assert (got.shape, got.layout, got.format) == (t.shape, layout, format)
+        assert (got.data.data_ptr(), got.scale.data_ptr()) == (t.data.data_ptr(), parts.data_ptr())
+        assert torch.equal(got.data, t.data)
+        assert torch.equal(got.scale, parts)
+    first = ScaledTensor.from_batch_last(data[:1], linear[:1], format)
+    assert_same_values(dequantize(first), dequantize(t)[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("data", "scale", "error", "message"),
+    [
+        (u8(4, 8), u8(4, 1, 1), ValueError, r"from_batch_last: data has shape \(4, 8\) and scale \(4, 1, 1\), need"),
+        (u8(4, 8, 1), u8(4, 1), ValueError, r"scale \(4, 1\), need \(rows, K/2, L\) and \(rows, K/block_size, L\) or"),
+        (u8(4, 8, 1), u8(32, 4, 1, 4, 1), ValueError, "from_batch_last: data has shape"),
+        (u8(4, 8, 1), u8(4, 32, 1, 4, 1, 1), ValueError, r"from_contest_view: shape .*need \(32, 4"),
+        (u8(4, 8, 2), u8(4, 1, 1), ValueError, r"needs \(2, 4, 1\)"),
+        (u8(4, 8, 1), None, TypeError, "from_batch_last: scale is a NoneType"),
+        ([1], u8(4, 1, 1), TypeError, "from_batch_last: data is a list"),
+    ],
+)
+def test_from_batch_last_errors(data, scale, error, message):
+    with pytest.raises(error, match=message):
+        ScaledTensor.from_batch_last(data, scale, NVFP4)
+
+
 def test_a_layout_is_never_applied_twice():
     """Scales that are blocked already carry the tag: to the same layout is no change, and a wrong tag is refused."""
     t = drawn(NVFP4, 200, 96).with_layout(BLOCKED_128x4)
@@ -233,6 +266,20 @@ def test_a_linear_slice_is_a_view():
     assert cut.contiguous().data.is_contiguous()
     assert cut.contiguous().scale.is_contiguous()
     assert_same_values(dequantize(cut.contiguous()), dequantize(cut))
+
+
+@EVERY_LAYOUT
+@EVERY_DATA_LAYOUT
+def test_take_rows(layout, data_layout):
+    t = drawn(NVFP4, 2, 33, 96).with_layout(layout, data_layout)
+    index = torch.tensor([32, 0, 5, 5])
+    assert_same_values(dequantize(t.take_rows(index)), dequantize(t)[:, index])
+    assert t.take_rows(index[:0]).shape == (2, 0, 96)
+    with pytest.raises(IndexError):
+        t.take_rows(torch.tensor([33]))
+    for wrong in (index[None], index > 4, index.float()):
+        with pytest.raises(ValueError, match=r"take_rows: index is torch\.\w+ .*need int32 or int64 \(R,\)"):
+            t.take_rows(wrong)
 
 
 @EVERY_LAYOUT

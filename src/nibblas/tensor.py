@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from nibblas.formats import ROTATIONS, Format, as_format
-from nibblas.layouts import LINEAR, FragmentCodes, FragmentScales, Layout, TiledLayout, as_layout
+from nibblas.layouts import (
+    LINEAR,
+    BLOCKED_128x4,
+    FragmentCodes,
+    FragmentScales,
+    Layout,
+    TiledLayout,
+    as_layout,
+    from_contest_view,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,6 +151,26 @@ class ScaledTensor:
             **facts,
         )
 
+    @classmethod
+    def from_batch_last(cls, data: Tensor, scale: Tensor, format: Format | str) -> "ScaledTensor":
+        """A ScaledTensor (L, rows, K) of a batch whose shape has L last, as CUTLASS and KernelBot's problems have it.
+
+        data is (rows, K/2, L); scale is (rows, K/block_size, L), or BLOCKED_128x4 in its six-dimensional view
+        (32, 4, rest_m, 4, rest_k, L) (docs/formats.md, "The contest's view"). Types as in `from_parts`. Nothing is
+        copied, but for a six-dimensional scale that does not lie in memory as that view does.
+        """
+        for name, part in (("data", data), ("scale", scale)):
+            if not isinstance(part, Tensor):
+                raise TypeError(f"from_batch_last: {name} is a {type(part).__name__}, need a Tensor")
+        if data.ndim != 3 or scale.ndim not in (3, 6):
+            raise ValueError(
+                f"from_batch_last: data has shape {tuple(data.shape)} and scale {tuple(scale.shape)}, "
+                "need (rows, K/2, L) and (rows, K/block_size, L) or (32, 4, rest_m, 4, rest_k, L)"
+            )
+        blocked = scale.ndim == 6
+        scale = from_contest_view(scale) if blocked else scale.permute(2, 0, 1)
+        return cls.from_parts(data.permute(2, 0, 1), scale, format, layout=BLOCKED_128x4 if blocked else LINEAR)
+
     @property
     def K(self) -> int:
         """Elements along the contraction."""
@@ -255,7 +284,23 @@ class ScaledTensor:
             raise TypeError(f"ScaledTensor: index is {index!r}, need an int; use slice for ranges") from None
         one = self.global_scale is None or self.global_scale.ndim == 0
         global_scale = self.global_scale if one else self.global_scale[index]  # type: ignore[index]
-        return replace(self, data=self.data[index], scale=self.scale[index], global_scale=global_scale)
+        return self._with_parts(self.data[index], self.scale[index], global_scale)
+
+    def _with_parts(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> "ScaledTensor":
+        """The same facts of views of the parts; unchecked, as the checks would cost more than a small product."""
+        t = object.__new__(type(self))
+        t.__dict__.update(self.__dict__, data=data, scale=scale, global_scale=global_scale)
+        return t
+
+    def take_rows(self, index: Tensor) -> "ScaledTensor":
+        """Rows in any order, any number of times: (..., N, K) and (R,) integers -> (..., R, K), in LINEAR layouts."""
+        if self.ndim < 2 or index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"take_rows: index is {index.dtype} {tuple(index.shape)} for {self}, "
+                "need int32 or int64 (R,) for a tensor with rows"
+            )
+        data, scale = self.linear_data[..., index, :], self.linear_scale[..., index, :]
+        return replace(self, data=data, scale=scale, layout=LINEAR, data_layout=LINEAR, matrix=None)
 
     def flatten_rows(self) -> "ScaledTensor":
         """All leading dimensions as one: (..., N, K) -> (rows, K), in LINEAR layouts; needs one global_scale."""
