@@ -368,6 +368,20 @@ def test_moe_is_a_loop_over_tokens(activation):
     assert got[1].ne(0).any()
 
 
+def test_moe_shows_hidden_activations_all_at_once():
+    w, ids = stack([ones((32, 32), NVFP4)] * 3), torch.tensor([[2, 0], [0, -1]])
+    seen = []
+    x = torch.tensor([1.0, 2.0])[:, None].expand(2, 32)
+    got = reference.moe(x, ids, torch.ones(2, 2), w, w, w, of_hidden=lambda h: seen.append(h) or torch.ones_like(h))
+    assert [tuple(h.shape) for h in seen] == [(3, 32)]
+    # Expert 0 of both tokens, then expert 2; SiLU of so much is the number itself.
+    assert seen[0][:, 0].round().tolist() == [32 * 32, 64 * 64, 32 * 32]
+    assert got[:, 0].tolist() == [64.0, 32.0]
+    none = torch.full((2, 2), -1)
+    assert reference.moe(x, none, torch.ones(2, 2), w, w, w, of_hidden=lambda h: seen.append(h) or h).eq(0).all()
+    assert len(seen) == 1
+
+
 def test_moe_leaves_unused_experts_alone():
     w = stack([random_codes((32, 32), NVFP4, rng(0)), random_codes((32, 32), NVFP4, rng(1), nan_scales=64)])
     x, one = torch.ones(3, 32), torch.ones(3, 1)

@@ -203,11 +203,13 @@ def moe(
     *,
     alpha: float = 1.702,
     limit: float = 7.0,
+    of_hidden: Callable[[Tensor], Operand] = lambda hidden: hidden,
 ) -> Tensor:
     """A mixture of gated experts: each token is the weighted sum of what its experts make of it, biases included.
 
     x : (T, H). expert_ids : (T, top_k) integers 0..E-1, or -1 for no expert. expert_weights : (T, top_k) float.
     w_gate, w_up : (E, I, H). w_down : (E, H, I). bias_gate, bias_up : (E, I). bias_down : (E, H).
+    of_hidden : what w_down meets of the gated activations of all tokens and experts, (rows, I) float64: a quantizer.
     Returns (T, H). ValueError where shapes don't fit or an id is out of range.
     """
     E = w_down.shape[0]
@@ -222,11 +224,12 @@ def moe(
     x, expert_weights = to_float64(x), to_float64(expert_weights)
     w_gate, w_up, w_down = _plain(w_gate), _plain(w_up), _plain(w_down)
     out = x.new_zeros(x.shape[0], w_down.shape[-2])
-    for e in range(E):
-        token, slot = (expert_ids == e).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        hidden = gated_linear(
+    places = ((e, (expert_ids == e).nonzero(as_tuple=True)) for e in range(E))
+    chosen = [(e, token, slot) for e, (token, slot) in places if len(token)]
+    if not chosen:
+        return out
+    hidden = [
+        gated_linear(
             x[token],
             _member(w_gate, e),
             _member(w_up, e),
@@ -236,6 +239,10 @@ def moe(
             alpha=alpha,
             limit=limit,
         )
-        y = linear(hidden, _member(w_down, e), None if bias_down is None else bias_down[e])
+        for e, token, _ in chosen
+    ]
+    rows = to_float64(of_hidden(torch.cat(hidden))).split([len(token) for _, token, _ in chosen])
+    for (e, token, slot), values in zip(chosen, rows, strict=True):
+        y = linear(values, _member(w_down, e), None if bias_down is None else bias_down[e])
         out.index_add_(0, token, expert_weights[token, slot, None] * y)
     return out
