@@ -12,8 +12,9 @@ import torch
 from checks import assert_close, random_codes
 
 import nibblas as nb
-from nibblas import reference
+from nibblas import ops, reference
 from nibblas.formats import FORMATS
+from nibblas.kernels import triton_launch
 from nibblas.operators import as_arguments
 from nibblas.problem import Problem
 from nibblas.quantize import quantize
@@ -180,6 +181,29 @@ def test_moe_without_an_expert_has_no_weight(weight):
     assert torch.equal(y[:1], nb.moe(x[:1], ids[:1, :1], share[:1, :1], w, w, w))
     assert y[0].ne(0).any()
     assert y[1].eq(0).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_moe_of_quantized_tokens_quantizes_what_meets_w_down(format):
+    E, I, H, T, rule = 4, 64, 96, 9, nb.formats.FORMATS[format].scale_rules[1]
+    gate, up, down = (weights(format, E, *s, seed=i) for i, s in enumerate([(I, H), (I, H), (H, I)]))
+    ids, share = torch.randint(-1, E, (T, 2)), torch.rand(T, 2)
+    x = nb.quantize(torch.randn(T, H) * 0.1, format, scale_rule=rule)
+    y = nb.moe(x, ids, share, gate, up, down)
+    assert y.dtype == torch.bfloat16
+
+    def error(of_hidden) -> float:
+        exact = reference.moe(x, ids, share, gate, up, down, of_hidden=of_hidden)
+        return ((nb.moe(x, ids, share, gate, up, down, out_dtype=torch.float32) - exact).norm() / exact.norm()).item()
+
+    assert error(lambda hidden: quantize(hidden.bfloat16(), format, scale_rule=rule)) < 1e-5
+    assert error(lambda hidden: quantize(hidden.bfloat16(), format)) > 1e-3
+    assert error(lambda hidden: hidden) > 1e-2
+    rows = x.take_rows(torch.tensor([2, 0]))
+    if format == "mxfp4":  # where a token does not depend on the others
+        assert torch.equal(nb.moe(rows, ids[[2, 0]], share[[2, 0]], gate, up, down), y[[2, 0]])
+    assert nb.moe(x.slice(0, 0, 0), ids[:0], share[:0], gate, up, down).shape == (0, H)
+    assert nb.moe(x, ids[:, :0], share[:, :0], gate, up, down).eq(0).all()
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -633,3 +657,29 @@ def test_quantize_into_another(format):
     assert torch.equal(nb.dequantize(out), nb.dequantize(want))
     refused(ValueError, "quantize: out is .* need the like of", lambda: nb.quantize(torch.ones(2, 64), format, out=out))
     refused(ValueError, "need the like of", lambda: nb.quantize(x, format, scale_rule="search", out=out))
+
+
+@pytest.mark.parametrize(
+    ("format", "arch", "layout"),
+    [
+        ("nvfp4", "cpu", nb.LINEAR),
+        ("mxfp4", "cpu", nb.LINEAR),
+        ("nvfp4", "sm_90", nb.LINEAR),
+        ("nvfp4", "sm_100", nb.BLOCKED_128x4),
+        ("mxfp4", "sm_120", nb.BLOCKED_128x4),
+        ("nvfp4", "gfx950", nb.LINEAR),
+        ("mxfp4", "gfx950", nb.BLOCKED_128x4),
+    ],
+)
+def test_scales_are_blocked_where_tensor_cores_want_them(monkeypatch, format, arch, layout):
+    monkeypatch.setattr(ops, "arch_of", lambda device: arch)
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: object())  # triton need not be installed
+    ops._scale_layout.cache_clear()
+    try:
+        assert nb.scale_layout(format, "cpu") == layout
+    finally:
+        ops._scale_layout.cache_clear()
+
+
+def test_scale_layout_refuses_an_unknown_format():
+    refused(ValueError, "format 'fp5' is unknown", lambda: nb.scale_layout("fp5", "cpu"))

@@ -9,7 +9,18 @@ from nibblas import nn, reference
 from nibblas.dispatch import NoKernelError
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout
-from nibblas.ops import bmm, explain, gated_linear, grouped_linear, grouped_matmul, linear, matmul, moe, quantize
+from nibblas.ops import (
+    bmm,
+    explain,
+    gated_linear,
+    grouped_linear,
+    grouped_matmul,
+    linear,
+    matmul,
+    moe,
+    quantize,
+    scale_layout,
+)
 from nibblas.problem import Problem
 from nibblas.quantize import dequantize, rotate
 from nibblas.storage import StorageError, load, save
@@ -45,5 +56,6 @@ __all__ = [
     "reference",
     "rotate",
     "save",
+    "scale_layout",
     "stack",
 ]

@@ -1,16 +1,18 @@
 """The public operations: each checks its operands and calls the operator of the same name (operators.py)."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from nibblas.dispatch import Explanation, explain_problem
-from nibblas.formats import Format
+from nibblas.formats import Format, as_format
 from nibblas.kernels.composite import ACTIVATIONS
-from nibblas.layouts import LINEAR
+from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
 from nibblas.operators import Operand, as_arguments, linear_problem
-from nibblas.problem import DTYPE_NAMES, operand_name
+from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.tensor import ScaledTensor
 
@@ -274,6 +276,8 @@ def matmul(
 
 def _as_batch(t: Operand, batch: torch.Size) -> Operand:
     """(..., rows, K) -> (L, rows, K), a plain matrix repeated without copying its values."""
+    if t.ndim == 3:
+        return t
     L = batch.numel()
     if isinstance(t, Tensor):
         return t.expand(L, *t.shape) if t.ndim == 2 else t.reshape(L, *t.shape[-2:])
@@ -399,7 +403,7 @@ def gated_linear(
 
 
 def moe(
-    x: Tensor,
+    x: Operand,
     expert_ids: Tensor,
     expert_weights: Tensor,
     w_gate: ScaledTensor,
@@ -418,8 +422,9 @@ def moe(
 
     x (T, H); expert_ids (T, top_k) integers, -1 for none; expert_weights (T, top_k); w_gate, w_up (E, I, H);
     w_down (E, H, I); biases (E, I), (E, I), (E, H), each inside its product, so that the routing weight counts for it.
-    Intermediate results are held in x's dtype (fp32 for the gated activation itself). `kernel` names the grouped_linear
-    kernel of all three products. Returns (T, H).
+    Intermediate results are held in x's dtype (fp32 for the gated activation itself). Where x is a ScaledTensor, all
+    three products are W4A4: the gated activation is narrowed to bf16 and quantized to x's format by x's scale_rule, all
+    rows together. `kernel` names the grouped_linear kernel of all three products. Returns (T, H).
     """
     op = "moe"
     for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
@@ -430,13 +435,13 @@ def moe(
             f"{op}: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be ({E}, {I}, {H}), "
             f"the transpose of w_down {tuple(w_down.shape)}"
         )
-    for name, t in (("x", x), ("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+    for name, t in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
         _check_tensor(op, name, t)
-    if x.ndim != 2:
-        raise ValueError(f"{op}: x is {tuple(x.shape)}, need (T, {H})")
     _check_bias(op, w_down, bias_down)
     others = (w_down, bias_down, expert_ids, expert_weights)
     _check_operands(op, x, w_gate, w_up, biases=(bias_gate, bias_up), others=others)
+    if x.ndim != 2:
+        raise ValueError(f"{op}: x is {tuple(x.shape)}, need (T, {H})")
     _check_kernel(op, kernel)
     if expert_ids.shape != expert_weights.shape or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ValueError(
@@ -464,11 +469,14 @@ def moe(
     order = torch.argsort(expert_ids.flatten(), stable=True)
     experts = torch.arange(E + 1, device=x.device)
     offsets = torch.searchsorted(expert_ids.flatten()[order].contiguous(), experts)
-    rows = x[order // top_k] if top_k else x[:0]
+    token = order // max(top_k, 1)
+    rows = x[token] if isinstance(x, Tensor) else x.take_rows(token)
     options = {"out_dtype": torch.float32, "kernel": kernel}
     gate = grouped_linear(rows, w_gate, offsets, bias_gate, **options)  # type: ignore[arg-type]
     up = grouped_linear(rows, w_up, offsets, bias_up, **options)  # type: ignore[arg-type]
-    hidden = ACTIVATIONS[activation](gate, up).to(x.dtype)
+    hidden: Operand = ACTIVATIONS[activation](gate, up).to(x.dtype if isinstance(x, Tensor) else torch.bfloat16)
+    if isinstance(x, ScaledTensor):
+        hidden = quantize(hidden, x.format, scale_rule=x.scale_rule, rotation=w_down.rotation)  # type: ignore[arg-type]
     down = grouped_linear(hidden, w_down, offsets, bias_down, **options)  # type: ignore[arg-type]
     # Back to token order, then a sum in the order of the token's experts: no atomics.
     by_token = torch.empty_like(down)
@@ -553,6 +561,28 @@ def _overwrite(out: ScaledTensor, found: ScaledTensor) -> ScaledTensor:
     if out.global_scale is not None and found.global_scale is not None:
         out.global_scale.copy_(found.global_scale)
     return out
+
+
+def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayout:
+    """The layout that block scales of both operands should have on a device, where a product is W4A4.
+
+    BLOCKED_128x4 where the dispatcher expects most of native kernels, which take no other, else LINEAR.
+
+    >>> nb.scale_layout(nb.NVFP4, "cpu")
+    LINEAR
+    """
+    return _scale_layout(as_format(format), torch.device(device))
+
+
+@cache
+def _scale_layout(format: Format, device: torch.device) -> TiledLayout:
+    square = Problem("linear", M=4096, N=4096, K=4096, a=format.name, b=format.name, arch=arch_of(device))
+
+    def seconds(layout: TiledLayout) -> float:
+        stored = layout.name, LINEAR.name
+        return explain_problem(replace(square, a_layouts=stored, b_layouts=stored), device).candidates[0].seconds
+
+    return min((LINEAR, BLOCKED_128x4), key=seconds)
 
 
 def explain(
