@@ -48,7 +48,7 @@ def test_samples_are_seconds_of_one_call():
     def quick():
         count["quick"] += 1
 
-    samples = interleaved({"quick": quick, "slow": partial(time.sleep, 0.003)}, rounds=5)
+    samples = interleaved({"quick": quick, "slow": partial(time.sleep, 0.003)}, rounds=5, warmup=50)
     assert count["quick"] > 5 * 20, "a short function must be called many times a sample"
     assert 0 < min(samples["quick"]) < SHORTEST / 10
     assert min(samples["slow"]) >= 0.003
@@ -290,6 +290,35 @@ def test_sweep(bench, activations):
     assert "> slow" in text
     assert "not timed" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_peers_are_checked_before_they_are_timed(bench, monkeypatch):
+    def refuses(b, dtype, copies):
+        raise NotImplementedError("not for this format")
+
+    peers = {
+        "right": lambda b, dtype, copies: lambda a: reference.matmul(a, b).to(dtype),
+        "off": lambda b, dtype, copies: lambda a: reference.matmul(a, b).to(dtype) * 0,
+        "none": refuses,
+    }
+    monkeypatch.setattr(sweep, "PEERS", peers)
+    (result,) = bench([(64, 128)], [3], [NVFP4], peers=("right", "cublas", "off", "none"), rounds=5, names=["right"])
+    assert {t.name for t in result.timed} == {"right", *sweep.TORCH}
+    assert "off by 100.0% of the exact ones' RMS" in result.unable["off"]
+    assert result.unable["none"] == "NotImplementedError: not for this format"
+    with pytest.raises(ValueError, match="no peer is called absent; there are right, off, none, cublas"):
+        bench([(64, 128)], [3], [NVFP4], peers=("absent",))
+
+
+def test_random_problems():
+    found = sweep.random_problems(200)
+    assert found == sweep.random_problems(200)
+    assert len(set(found)) > 190
+    for N, K, M in found:
+        assert N % 64 == K % 64 == 0
+        assert 64 <= N <= 16384
+        assert 64 <= K <= 16384
+        assert 1 <= M <= 64
 
 
 def test_sweep_feeds_the_dispatcher(bench):

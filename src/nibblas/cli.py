@@ -424,7 +424,8 @@ def bench(
     formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
     activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
     kernels: Annotated[str, typer.Option(help="Kernels to time, by name; all by default.")] = "",
-    peers: Annotated[str, typer.Option(help="Other libraries to time beside them: humming, gemlite.")] = "",
+    peers: Annotated[str, typer.Option(help="Other libraries to time beside them: humming, cublas, gemlite.")] = "",
+    random: Annotated[int, typer.Option(min=0, help="Instead of --shapes and --M: so many random problems.")] = 0,
     device: Device = "cpu",
     threads: Threads = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each kernel on each problem.")] = 30,
@@ -448,7 +449,7 @@ def bench(
     - `nibblas bench --shapes 14336x4096 --M 1,8 --threads 1`
     """
     from nibblas import evidence
-    from nibblas.bench.sweep import kernels_of, print_results, sweep
+    from nibblas.bench.sweep import kernels_of, print_results, random_problems, sweep
     from nibblas.bench.sweep_quantize import sweep_quantize
 
     names = _split(kernels)
@@ -469,6 +470,10 @@ def bench(
         }
         if op == "quantize":
             results = sweep_quantize(matrices, wanted, activations, **options)
+        elif random:
+            results = []
+            for N, K, few in random_problems(random):
+                results += sweep([(N, K)], [few], wanted, activations, peers=_split(peers), **options)
         else:
             results = sweep(matrices, rows, wanted, activations, peers=_split(peers), **options)
     measurements = [m for result in results for m in result.measurements]

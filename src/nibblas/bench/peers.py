@@ -1,7 +1,7 @@
 """Other libraries' W4A16 products, to be timed beside ours. A peer is imported when it is asked for, never before.
 
-torch (cuBLAS on CUDA) is always timed and needs no name here. A peer takes our codes and scales and packs them in its
-own way; `nibblas bench --peers` says which peers refused a problem, and why.
+A peer takes our codes and scales and packs them in its own way. `nibblas bench --peers` compares its answers with the
+oracle's before it is timed, and says which peers refused a problem, and why.
 """
 
 import copy
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nibblas.formats import NVFP4
+from nibblas.quantize import dequantize
 from nibblas.tensor import ScaledTensor
 
 # a (M, K) -> out (M, N), the next copy of the weights at each call.
@@ -43,9 +44,21 @@ def gemlite(b: ScaledTensor, dtype: torch.dtype, copies: int) -> Product:
 
     N, K = b.shape
     dense = torch.nn.Linear(K, N, bias=False, device=b.device, dtype=dtype)
+    dense.weight.data.copy_(dequantize(b))  # it quantizes these values anew
     layer = A16W4_MXFP(device=str(b.device), dtype=dtype).from_linear(dense)
     layers = cycle([layer, *(copy.deepcopy(layer) for _ in range(copies - 1))])
     return lambda a: next(layers)(a)
 
 
 PEERS: dict[str, Callable[[ScaledTensor, torch.dtype, int], Product]] = {"humming": humming, "gemlite": gemlite}
+# cuBLAS is what torch's bf16 product calls on CUDA: always timed, as "torch bf16".
+ALWAYS_TIMED = ("cublas",)
+# How far a peer's answers may be off, relative to the RMS of the exact ones: it may round sums to bf16.
+PEER_TOLERANCE = 0.02
+
+
+def check(product: Product, a: Tensor | ScaledTensor, exact: Tensor) -> None:
+    """Raise ArithmeticError where a peer's answers are not those of the product that it is timed for."""
+    error = (product(a).double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    if not error <= PEER_TOLERANCE:
+        raise ArithmeticError(f"its answers are off by {error:.1%} of the exact ones' RMS")

@@ -7,6 +7,7 @@ torch's bf16 and fp32 F.linear run interleaved, on weights that are out of the c
 
 import math
 import platform
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from torch import Tensor
 import nibblas
 from nibblas import dispatch, reference
 from nibblas.bench import probe
-from nibblas.bench.peers import PEERS, Product
+from nibblas.bench.peers import ALWAYS_TIMED, PEERS, Product, check
 from nibblas.bench.timing import CPU, MAX_COPIES, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.dispatch import in_words
@@ -141,8 +142,10 @@ def sweep(
     """
     wanted = [as_format(format) for format in formats]
     chosen = named_kernels("linear", names, arch_of(device))
+    peers = [name for name in peers if name not in ALWAYS_TIMED]
     if unknown := set(peers) - set(PEERS):
-        raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+        names_known = ", ".join((*PEERS, *ALWAYS_TIMED))
+        raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {names_known}")
     if activations not in (*DTYPES, "fp4"):
         raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
     for format in wanted:
@@ -172,6 +175,16 @@ def sweep(
     return results
 
 
+def random_problems(count: int, seed: int = 0) -> list[tuple[int, int, int]]:
+    """(N, K, M) of products to expect: N and K multiples of 64 up to 16384, M up to 64, all log-uniform."""
+    draw = random.Random(seed)
+
+    def size(most: int, multiple: int) -> int:
+        return multiple * round(2 ** draw.uniform(0, math.log2(most // multiple)))
+
+    return [(size(16384, 64), size(16384, 64), size(64, 1)) for _ in range(count)]
+
+
 def kernels_of(op: str) -> list[Kernel]:
     """The op's kernels, for any device."""
     return [kernel for kernel in all_kernels() if kernel.op == op]
@@ -196,7 +209,8 @@ def _peers(names: Sequence[str], operands: "_Operands", beyond: int) -> dict[str
     for name in names:
         try:
             product = PEERS[name](operands.b, operands.out, min(copies, GRAPH))
-            product(operands.rows(1))
+            rows = operands.exact.shape[0]
+            check(product, operands.rows(rows), operands.exact)
             found[name] = product
         except Exception as error:  # whatever another library raises is its reason
             found[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
