@@ -694,7 +694,7 @@ def test_tensors_of_own_kernels(store):
 
 
 def test_what_can_not_be_stored_is_told(store, tmp_path, monkeypatch):
-    def fail(self, item):
+    def fail(self, item, scans):
         raise ValueError("no room")
 
     monkeypatch.setattr(Store, "add", fail)

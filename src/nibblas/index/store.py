@@ -44,6 +44,7 @@ from nibblas.index.model import (
     digest_of,
     now,
 )
+from nibblas.index.scan import Scan, identifiers
 from nibblas.paths import cache_dir
 
 try:
@@ -132,8 +133,8 @@ class Store:
                     self.connection.execute(commit)
             raise
 
-    def add(self, item: Item) -> Outcome:
-        """Store an item, in one transaction.
+    def add(self, item: Item, scans: Mapping[str, Scan] | None = None) -> Outcome:
+        """Store an item, in one transaction. `scans` holds what the rules found in its files, by path.
 
         A known implementation (by digest) gains the runs, facts, claims and events that it lacks: "updated", or
         "unchanged" where there are none. A new one under a known slug becomes the revision that supersedes the current
@@ -160,9 +161,25 @@ class Store:
             new += [self._add_owned("claim", key, claim) for claim in item.claims]
             if outcome == "unchanged" and any(new):
                 outcome = "updated"
-            if outcome in ("added", "revised"):
-                self._index_text(key, implementation)
+            if outcome in ("added", "revised") and not scans:
+                self._conclude(key)
+            self.keep_scans({self._scan_of(key, path): scan for path, scan in (scans or {}).items()})
         return outcome
+
+    def keep_scans(self, scans: Mapping[int, Scan]) -> None:
+        """Keep what the rules found in files, by the keys that `unscanned` gave, and all that follows from it."""
+        with self.transaction():
+            for key, scan in scans.items():
+                self._keep_scan(key, scan)
+            touched = {
+                implementation
+                for key in scans
+                for (implementation,) in self.connection.execute(
+                    "SELECT implementation FROM implementation_file WHERE scan = ?", (key,)
+                )
+            }
+            for implementation in sorted(touched):
+                self._conclude(implementation)
 
     def record(self, event: Event) -> None:
         """Add an event; StoreError where its subject is no implementation and no run."""
@@ -319,16 +336,66 @@ class Store:
             body=_json(event.body),
         )
 
-    def _index_text(self, key: int, implementation: Implementation) -> None:
-        operation = implementation.operation
-        self._insert(
-            "searched",
-            implementation=key,
-            name=f"{implementation.name} {implementation.slug}",
-            authors=" ".join(implementation.authors),
-            operation=f"{operation.slug} {operation.name} {operation.family or ''}" if operation else "",
-            techniques="",
-            source="",
+    def _scan_of(self, implementation: int, path: str) -> int:
+        return self._the(
+            "SELECT scan FROM implementation_file WHERE implementation = ? AND path = ?", implementation, path
+        )[0]
+
+    def _keep_scan(self, key: int, scan: Scan) -> None:
+        self.connection.execute("DELETE FROM finding WHERE scan = ?", (key,))
+        self.connection.executemany(
+            "INSERT INTO finding (scan, topic, line, body) VALUES (?, ?, ?, ?)", [(key, *found) for found in scan.found]
+        )
+        self.connection.execute(
+            "UPDATE scan SET versions = ?, problem = ? WHERE id = ?", (scan.versions, scan.problem, key)
+        )
+
+    def _conclude(self, key: int) -> None:
+        """Compute anew what follows from the findings in an implementation's files, and from their text."""
+        row = self._the(
+            "SELECT i.name, i.slug, i.current, o.slug AS operation, o.name AS of, o.family FROM implementation i"
+            " LEFT JOIN operation o ON o.id = i.operation WHERE i.id = ?",
+            key,
+        )
+        if not row["current"]:
+            return
+        self.connection.execute("DELETE FROM implementation_technique WHERE implementation = ?", (key,))
+        self.connection.execute(
+            "INSERT INTO implementation_technique (technique, implementation, uses, mentions)"
+            " SELECT json_extract(f.body, '$.technique') AS technique, i.implementation,"
+            " sum(json_extract(f.body, '$.kind') = 'use'), sum(json_extract(f.body, '$.kind') <> 'use')"
+            " FROM implementation_file i JOIN finding f ON f.scan = i.scan AND f.topic = 'technique'"
+            " WHERE i.implementation = ? GROUP BY technique",
+            (key,),
+        )
+        techniques = self.connection.execute(
+            "SELECT technique FROM implementation_technique WHERE implementation = ? AND uses ORDER BY technique",
+            (key,),
+        )
+        authors = self.connection.execute(
+            "SELECT a.name FROM implementation_author ia JOIN author a ON a.id = ia.author WHERE ia.implementation = ?"
+            " ORDER BY ia.position",
+            (key,),
+        )
+        contents = self.connection.execute(
+            "SELECT f.content FROM implementation_file i JOIN scan s ON s.id = i.scan JOIN file f ON f.id = s.file"
+            " WHERE i.implementation = ? ORDER BY i.path",
+            (key,),
+        )
+        shown = True
+        self.connection.execute(
+            "INSERT INTO searched (implementation, name, authors, operation, techniques, source)"
+            " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (implementation) DO UPDATE SET name = excluded.name,"
+            " authors = excluded.authors, operation = excluded.operation, techniques = excluded.techniques,"
+            " source = excluded.source",
+            (
+                key,
+                f"{row['name']} {row['slug']}",
+                " ".join(name for (name,) in authors),
+                " ".join(row[name] or "" for name in ("operation", "of", "family")).strip(),
+                " ".join(technique for (technique,) in techniques),
+                identifiers(zlib.decompress(content) for (content,) in contents) if shown else "",
+            ),
         )
 
     def _insert(self, table: str, conflict: str = "", /, **row: Any) -> int:
@@ -462,6 +529,21 @@ class Store:
         query = f"SELECT kind, subject, author, reason, body, at FROM event{where} ORDER BY id"
         rows = self.connection.execute(query, values)
         return [Event(kind, of, by, reason, json.loads(body), at) for kind, of, by, reason, body, at in rows]
+
+    def is_scanned(self, file: SourceFile, versions: str) -> bool:
+        """Whether a file was scanned by these versions, of whatever implementation it is."""
+        query = "SELECT s.versions FROM file f JOIN scan s ON s.file = f.id WHERE f.sha256 = ? AND s.media_type = ?"
+        found = self._one(query, file.sha256, file.media_type)
+        return found is not None and found[0] == versions
+
+    def unscanned(self, versions: str) -> list[tuple[int, str, str]]:
+        """Files not scanned by these versions: key, a path, and sha256."""
+        rows = self.connection.execute(
+            "SELECT s.id, min(i.path), f.sha256 FROM scan s JOIN file f ON f.id = s.file"
+            " JOIN implementation_file i ON i.scan = s.id WHERE s.versions IS NOT ? GROUP BY s.id ORDER BY s.id",
+            (versions,),
+        )
+        return [tuple(row) for row in rows]
 
     # Keeping
 

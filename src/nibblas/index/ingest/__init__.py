@@ -7,14 +7,17 @@ known by its content.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from nibblas.index.ingest import arena, evidence, files, kernelbot, page
 from nibblas.index.ingest.reading import Known, Options, Read, Skipped
+from nibblas.index.model import Item
+from nibblas.index.scan import Scan, Scanner, scanner, versions
 from nibblas.index.store import Outcome, Store, StoreError
 
 # In the order in which they are asked, and in which what they take is imported: records come after the submissions
@@ -25,6 +28,7 @@ BESIDE = ("readme", "license", "licence", "copying", "notice", "task.yml", "lead
 BATCH = 200
 
 Progress = Callable[[int, int, str], None]
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,6 +40,11 @@ class Report:
     updated: int = 0
     unchanged: int = 0
     skipped: list[Skipped] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """How many things were read."""
+        return self.added + self.revised + self.updated + self.unchanged + len(self.skipped)
 
     @property
     def reasons(self) -> dict[str, list[str]]:
@@ -73,40 +82,88 @@ def add(
     told in the report.
     """
     entries = sorted(_entries(paths), key=lambda entry: _order(entry.importer))
-    report = Report()
     total = sum(_count(entry) for entry in entries)
-    done = 0
-    # A batch never spans importers, so that a record finds what was imported before it.
-    for importer, group in groupby(entries, key=lambda entry: entry.importer):
-        things = _read(importer, [entry.path for entry in group], options, store)
-        while batch := list(islice(things, BATCH)):
-            done += len(batch)
-            with store.transaction():
-                for path, thing in batch:
-                    _keep(store, thing, path, report)
-            progress(done, max(total, done), batch[-1][0].name)
+    report = Report()
+    with scanner(total) as scans:
+        # A batch never spans importers, so that a record finds what was imported before it.
+        for importer, group in groupby(entries, key=lambda entry: entry.importer):
+            things = _read(importer, [entry.path for entry in group], options, store)
+            for batch in _ahead(_batches(things, scans, store)):
+                _keep(store, batch, report)
+                progress(report.total, max(total, report.total), batch[-1].path.name)
     return report
 
 
 def add_own(store: Store) -> Report:
     """Import nibblas's own kernels and the Measurements of them."""
     report = Report()
-    with store.transaction():
-        for thing in evidence.read_own(store):
-            _keep(store, thing, Path("nibblas"), report)
+    with scanner(0) as scans:
+        for batch in _batches(((Path("nibblas"), thing) for thing in evidence.read_own(store)), scans, store):
+            _keep(store, batch, report)
     return report
 
 
-def _keep(store: Store, thing: Read, path: Path, report: Report) -> None:
-    if isinstance(thing, Skipped):
-        report.skipped.append(thing)
-    elif isinstance(thing, Known):
-        report.count("unchanged")
-    else:
-        try:
-            report.count(store.add(thing))
-        except (ValueError, StoreError) as error:
-            report.skipped.append(Skipped(f"{path}: {thing.implementation.slug}", str(error)))
+def scan(store: Store, progress: Progress = lambda done, total, text: None) -> int:
+    """Read the files again that were not read by the rules as they are now, and say how many that were."""
+    left = store.unscanned(versions())
+    with scanner(len(left)) as scans:
+
+        def submitted() -> Iterator[list[tuple[int, Future[Scan]]]]:
+            for start in range(0, len(left), BATCH):
+                some = left[start : start + BATCH]
+                yield [(key, scans.submit(path, store.content(sha256))) for key, path, sha256 in some]
+
+        done = 0
+        for batch in _ahead(submitted()):
+            store.keep_scans({key: future.result() for key, future in batch})
+            done += len(batch)
+            progress(done, len(left), "files")
+    return len(left)
+
+
+class Entered(NamedTuple):
+    """A thing that was read, its file, and the scans of its files, which may still be under way."""
+
+    path: Path
+    thing: Read
+    scans: dict[str, "Future[Scan]"]
+
+
+def _batches(things: Iterator[tuple[Path, Read]], scans: Scanner, store: Store) -> Iterator[list[Entered]]:
+    while some := list(islice(things, BATCH)):
+        yield [Entered(path, thing, _submitted(thing, scans, store)) for path, thing in some]
+
+
+def _submitted(thing: Read, scans: Scanner, store: Store) -> dict[str, "Future[Scan]"]:
+    """The scans of those files of a thing that need one."""
+    if not isinstance(thing, Item):
+        return {}
+    new = [file for file in thing.implementation.files if not store.is_scanned(file, versions())]
+    return {file.path: scans.submit(file.path, thing.contents[file.path]) for file in new}
+
+
+def _ahead(batches: Iterator[T]) -> Iterator[T]:
+    """The same, each a step later, so that the scans of the next batch go on while one is stored."""
+    waiting: list[T] = []
+    for batch in batches:
+        yield from waiting
+        waiting = [batch]
+    yield from waiting
+
+
+def _keep(store: Store, batch: list[Entered], report: Report) -> None:
+    """Store a batch in one transaction; what can't be stored is undone alone, and told."""
+    with store.transaction():
+        for path, thing, scans in batch:
+            if isinstance(thing, Skipped):
+                report.skipped.append(thing)
+            elif isinstance(thing, Known):
+                report.count("unchanged")
+            else:
+                try:
+                    report.count(store.add(thing, {path: future.result() for path, future in scans.items()}))
+                except (ValueError, StoreError) as error:
+                    report.skipped.append(Skipped(f"{path}: {thing.implementation.slug}", str(error)))
 
 
 def _read(
