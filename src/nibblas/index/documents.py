@@ -4,8 +4,11 @@ A document holds the stored records themselves (model.py) beside what is compute
 JSON. What no source says is None.
 """
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
 from nibblas.index.evidence_levels import Levels, Numerics, Timing
@@ -133,6 +136,7 @@ class RunLine:
     hardened: bool
     levels: Levels
     standing: Standing
+    authors: tuple[str, ...]
     source_kind: str
     source_shown: bool
     samples: tuple[float, ...] = ()
@@ -170,6 +174,7 @@ class Card:
     techniques: tuple[str, ...]
     devices: tuple[str, ...]  # with a passed run
     fastest: Fastest | None
+    package: str | None
     imported_at: str
 
 
@@ -502,12 +507,36 @@ class Coverage:
     rules: Mapping[str, str] = field(default_factory=dict)  # versions
 
 
-def plain(value: Any) -> Any:
-    """A document as JSON holds it: objects, lists, texts, numbers."""
+def to_json(value: Any) -> str:
+    """A document as JSON. A number that is not finite is null."""
+    try:
+        return json.dumps(value, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _fields(value: Any) -> Any:
+    """A dataclass or a mapping of another type as json takes it; TypeError for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {name: getattr(value, name) for name in _names(type(value))}
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no part of a document")
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def plain(value: Any) -> Any:
+    """A document as objects, lists, texts and numbers; a number that is not finite is None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(getattr(value, name)) for name in _names(type(value))}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list | frozenset | set):
+    if isinstance(value, tuple | list):
         return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value

@@ -17,7 +17,12 @@ SELECT r.id, r.digest, r.implementation, r.status, r.reason, r.claimed, r.worklo
     length(r.samples) / 8 AS samples, r.error, r.hardened, r.integrity, r.floor, r.observed_at, r.operation,
     i.digest AS revision_digest, i.slug, i.name, i.revision, i.may_show, s.kind AS source_kind,
     o.slug AS operation_slug, o.name AS operation_name, w.digest AS workload_digest, w.name AS workload_name,
-    p.name AS protocol, e.arch, f.metric, f.statistic, f.value, f.low, f.high, f.n
+    p.name AS protocol, e.arch,
+    (SELECT json_group_array(name) FROM (
+        SELECT a.name FROM implementation_author ia JOIN author a ON a.id = ia.author
+        WHERE ia.implementation = i.id ORDER BY ia.position
+    )) AS authors,
+    f.metric, f.statistic, f.value, f.low, f.high, f.n
 FROM run r
 JOIN implementation i ON i.id = r.implementation
 JOIN source s ON s.id = i.source
@@ -31,7 +36,7 @@ LEFT JOIN figure f ON f.run = r.id AND f.position = (
 """
 CARDS = """
 SELECT i.id, i.slug, i.name, i.digest, i.revision, i.language, i.framework, i.origin, i.licence, i.licence_concluded,
-    i.may_show, i.imported_at, s.kind AS source_kind, o.slug AS operation_slug, o.name AS operation_name
+    i.may_show, i.imported_at, i.package, s.kind AS source_kind, o.slug AS operation_slug, o.name AS operation_name
 FROM json_each(?) wanted
 JOIN implementation i ON i.id = wanted.value
 JOIN source s ON s.id = i.source
@@ -85,6 +90,7 @@ def run_line(catalog: Catalog, row: sqlite3.Row, samples: tuple[float, ...] = ()
         observed.hardened,
         known,
         standing(prepared.standing(row["operation"], row["operation_slug"], row["digest"]), row["digest"]),
+        tuple(json.loads(row["authors"])),
         row["source_kind"],
         bool(row["may_show"]),
         samples,
@@ -157,6 +163,7 @@ def cards(catalog: Catalog, ids: Sequence[int]) -> tuple[Card, ...]:
             tuple(techniques[row["id"]]),
             tuple(devices[row["id"]]),
             _fastest(fastest.get(row["id"]), known.said),
+            row["package"],
             row["imported_at"],
         )
         for row in catalog.all(CARDS, wanted)

@@ -254,6 +254,12 @@ class Prepared:
             return Selection(self._catalog, self.levels)
 
     @cached_property
+    def updated_at(self) -> str:
+        """The time of the latest event; empty where there is none."""
+        row = self._catalog.one("SELECT at FROM event ORDER BY id DESC LIMIT 1")
+        return row["at"] if row else ""
+
+    @cached_property
     def operation_lines(self) -> dict[str, OperationLine]:
         """How much there is of each operation, by slug."""
         with self.making():

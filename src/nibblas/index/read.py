@@ -64,6 +64,7 @@ MOST_VALUES = 12  # of a facet
 MOST_LIMIT = 200  # lines of a page
 MOST_RUNS = 100  # of a dossier
 MOST_COHORTS = 12  # of a page
+MOST_OPTIONS = 50  # cohorts to choose from
 MOST_WORDS = 32  # of a text
 MOST_TECHNIQUES = 16
 SHOWN_FINDINGS = 3  # of a technique, unless all are asked for
@@ -294,35 +295,57 @@ def operation(
 
     limit: ranked runs of each cohort. NotFoundError where the operation has no such workload or cohort.
     """
-    if not 1 <= limit <= MOST_LIMIT:
-        raise QueryError(f"limit: {limit}, need 1 to {MOST_LIMIT}")
-    row = catalog.one(
-        "SELECT * FROM operation WHERE slug = ?1 UNION ALL SELECT * FROM operation WHERE digest = ?1", slug
-    )
-    if row is None:
-        raise NotFoundError(f"no operation has the slug or digest {slug!r}")
-    key, record = row["id"], made(Operation, row)
-    found = list(catalog.prepared.cohorts(key, record.slug).values())
-    if workload is not None:
-        if not catalog.one("SELECT 1 FROM workload WHERE digest = ? AND operation = ?", workload, key):
-            raise NotFoundError(f"{record.slug} has no workload {workload!r}")
-        found = [ranked for ranked in found if ranked.cohort.workload == workload]
-    if cohort is not None:
-        found = [ranked for ranked in found if ranked.key == cohort]
-        if not found:
-            raise NotFoundError(f"{record.slug} has no cohort {cohort!r}")
+    row = _operation(catalog, slug)
+    record = made(Operation, row)
+    found = _cohorts(catalog, row["id"], record.slug, workload, cohort)
     tables = _tables(catalog, found[:MOST_COHORTS], limit)
     results = search(catalog, Query(operation=record.slug, limit=limit), facets=False)
     return OperationPage(
         row["digest"],
         record,
-        catalog.prepared.operation_lines[record.slug],
+        catalog.prepared.operation_lines.get(record.slug)
+        or OperationLine(record.slug, record.name, record.family, 0, 0, 0, None),
         workloads(catalog, record.slug),
         tables,
         len(found) - len(tables),
         results.cards,
         results.total - len(results.cards),
     )
+
+
+def cohorts(
+    catalog: Catalog, operation: str, workload: str | None, cohort: str | None, limit: int
+) -> tuple[tuple[CohortTable, ...], CohortTable | None]:
+    """The cohorts to choose from, each with its fastest run alone, and the chosen one, else the largest, in full."""
+    row = _operation(catalog, operation)
+    found = _cohorts(catalog, row["id"], row["slug"], workload, None)
+    chosen = _cohorts(catalog, row["id"], row["slug"], workload, cohort)[:1]
+    return _tables(catalog, found[:MOST_OPTIONS], 1), next(iter(_tables(catalog, chosen, limit)), None)
+
+
+def _operation(catalog: Catalog, name: str) -> sqlite3.Row:
+    row = catalog.one(
+        "SELECT * FROM operation WHERE slug = ?1 UNION ALL SELECT * FROM operation WHERE digest = ?1",
+        name.removeprefix("sha256:"),
+    )
+    if row is None:
+        raise NotFoundError(f"no operation has the slug or digest {name!r}")
+    return row
+
+
+def _cohorts(catalog: Catalog, key: int, slug: str, workload: str | None, cohort: str | None) -> list[Ranked]:
+    """The cohorts of an operation: all, those of a workload, or one."""
+    found = list(catalog.prepared.cohorts(key, slug).values())
+    if workload is not None:
+        workload = workload.removeprefix("sha256:")
+        if not catalog.one("SELECT 1 FROM workload WHERE digest = ? AND operation = ?", workload, key):
+            raise NotFoundError(f"{slug} has no workload {workload!r}")
+        found = [ranked for ranked in found if ranked.cohort.workload == workload]
+    if cohort is not None:
+        found = [ranked for ranked in found if ranked.key == cohort]
+        if not found:
+            raise NotFoundError(f"{slug} has no cohort {cohort!r}")
+    return found
 
 
 def _tables(catalog: Catalog, found: Sequence[Ranked], limit: int) -> tuple[CohortTable, ...]:

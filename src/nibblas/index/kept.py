@@ -1,0 +1,73 @@
+"""Answers that are kept as long as the index has not changed, with their ETags."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nibblas.index.catalog import Catalog
+
+KEPT_BYTES = 32 << 20
+
+
+class Body(NamedTuple):
+    """What an answer holds. The ETag is made of it."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class Kept:
+    """Answers by address. Least recently used ones are dropped beyond so many bytes."""
+
+    def __init__(self, catalog: Catalog, most_bytes: int = KEPT_BYTES):
+        self._catalog, self._most = catalog, most_bytes
+        self._lock = threading.Lock()
+        self._bodies: OrderedDict[tuple[str, str], Body] = OrderedDict()
+        self._state: tuple = ()
+        self._bytes = 0
+
+    def answer(self, request: Request, make: Callable[[], str], media_type: str = "application/json") -> Response:
+        """The answer to a GET, made where it isn't kept; 304 without a body where the reader has it already."""
+        state = self._catalog.state()
+        key = (request.url.path, request.url.query)
+        body = self._find(key, state)
+        if body is None:
+            content = make().encode("utf-8", "replace")
+            body = Body(content, media_type, f'"sha256:{hashlib.sha256(content).hexdigest()}"')
+            self._keep(key, state, body)
+        return conditional(request, body)
+
+    def _find(self, key: tuple[str, str], state: tuple) -> Body | None:
+        with self._lock:
+            if state != self._state:
+                self._bodies.clear()
+                self._state, self._bytes = state, 0
+            found = self._bodies.get(key)
+            if found:
+                self._bodies.move_to_end(key)
+            return found
+
+    def _keep(self, key: tuple[str, str], state: tuple, body: Body) -> None:
+        with self._lock:
+            if state != self._state or key in self._bodies:
+                return
+            self._bodies[key] = body
+            self._bytes += len(body.content)
+            while self._bytes > self._most:
+                _, dropped = self._bodies.popitem(last=False)
+                self._bytes -= len(dropped.content)
+
+
+def conditional(request: Request, body: Body) -> Response:
+    """The body, or 304 where the request's If-None-Match names its ETag."""
+    headers = {"ETag": body.etag, "Cache-Control": "no-cache"}
+    wanted = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if body.etag in wanted or "*" in wanted:
+        return Response(status_code=304, headers=headers)
+    return Response(body.content, media_type=body.media_type, headers=headers)
