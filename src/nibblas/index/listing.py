@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 from typing import Literal
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from pygments.lexer import Lexer
 from pygments.lexers import CLexer, CppLexer, CudaLexer, PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
@@ -49,16 +49,16 @@ def lines(path: str, text: str) -> tuple[Markup, ...]:
     """Each line of a source file as markup, numbered as `SourceFile.lines` counts them."""
     text = _unix(text)
     rows: list[Markup] = []
-    row: list[Markup] = []
+    row: list[str] = []
     for cls, run in groupby(_tokens(path, text), key=lambda token: token[0]):
         for i, part in enumerate("".join(value for _, value in run).split("\n")):
             if i:
-                rows.append(Markup().join(row))
+                rows.append(Markup("".join(row)))
                 row = []
             if part:
                 shown = part.replace("\r", " ").translate(UNSEEN)
-                row.append(Markup('<span class="{}">{}</span>').format(cls, shown) if cls else Markup.escape(shown))
-    return (*rows, Markup().join(row))
+                row.append(f'<span class="{cls}">{escape(shown)}</span>' if cls else escape(shown))
+    return (*rows, Markup("".join(row)))
 
 
 def _unix(text: str) -> str:

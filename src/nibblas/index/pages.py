@@ -5,6 +5,7 @@ A page is made by a function of the catalog, the parts of its address and its qu
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from typing import Any, get_args
 
 from markupsafe import Markup
@@ -14,6 +15,7 @@ from nibblas.index import listing, pictures, read
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import (
     Dossier,
+    Include,
     NotFoundError,
     OperationPage,
     Query,
@@ -48,6 +50,7 @@ FACETS = {
     "origin": "Written by",
 }
 KINDS: tuple[FactKind, ...] = get_args(FactKind)
+SOURCE: tuple[Include, ...] = ("source",)
 INDEX: Crumbs = (("Index", "/"),)
 MOST_ON_HOME = 24  # links of one kind
 MOST_LINES = 6  # findings of one technique in a dossier
@@ -104,6 +107,7 @@ def implementation(catalog: Catalog, name: str) -> Page:
     dossier = read.implementation(catalog, name, ("samples", "findings"))
     it, levels = dossier.implementation, dossier.levels
     values = {
+        "name": name,
         "superseded": any(revision.revision > (it.revision or 0) for revision in dossier.revisions),
         "sections": SECTIONS,
         "matrix": matrix(dossier.facts),
@@ -112,7 +116,10 @@ def implementation(catalog: Catalog, name: str) -> Page:
             ("Numerics", levels.numerics, policy.NUMERICS, levels.next_numerics),
             ("Timing", levels.timing, policy.TIMING, levels.next_timing),
         ],
-        "pictures": [(run, picture(run)) for run in dossier.runs if run.samples][:MOST_PICTURES],
+        "groups": run_groups(dossier.runs),
+        "pictures": [
+            (run, picture(run)) for run in islice((run for run in dossier.runs if run.samples), MOST_PICTURES)
+        ],
         "technique_groups": technique_groups(dossier.techniques),
         "most_lines": MOST_LINES,
     }
@@ -160,7 +167,7 @@ def source_file(catalog: Catalog, name: str, path: str) -> Page:
 
 def changes(catalog: Catalog, name: str) -> Page:
     """What differs between a revision and the one before."""
-    dossier = read.implementation(catalog, name, ("source",))
+    dossier = read.implementation(catalog, name, SOURCE)
     it = dossier.implementation
     if not it.supersedes:
         raise NotFoundError(f"{name}: there is no revision before it")
@@ -171,7 +178,7 @@ def changes(catalog: Catalog, name: str) -> Page:
         heading,
         f"What revision {it.revision} of {it.name} changed.",
         dossier,
-        {"it": it, "files": list(changed(dossier))},
+        {"name": name, "it": it, "files": list(changed(dossier))},
         title=f"{it.name}, {heading[0].lower()}{heading[1:]}",
         crumbs=(*INDEX, (it.name, f"/implementations/{name}")),
     )
@@ -237,6 +244,8 @@ def runs(catalog: Catalog, given: Params) -> Page:
         "operations": read.operations(catalog),
         "hardware": read.hardware(catalog),
         "statuses": get_args(RunStatus),
+        "numbers": (),
+        "cut": False,
     }
     return Page(
         "runs.html",
@@ -389,6 +398,17 @@ def matrix(facts: Iterable[CompatFact]) -> dict[str, dict[FactKind, list[CompatF
         about = fact.gpu or fact.arch or fact.needs or "everywhere"
         found.setdefault(about, {kind: [] for kind in KINDS})[fact.kind].append(fact)
     return found
+
+
+def run_groups(runs: Iterable[RunLine]) -> list[tuple[str, list[RunLine]]]:
+    """Runs under the same conditions, in the order of the first of each."""
+    found: dict[str, list[RunLine]] = {}
+    for run in runs:
+        threads = f", {count(run.threads, 'thread')}" if run.threads else ""
+        whose = "reported by its source" if run.claimed else "run here"
+        conditions = f"{run.device or 'unknown device'}{threads} · {run.protocol} · {whose}"
+        found.setdefault(conditions, []).append(run)
+    return list(found.items())
 
 
 def technique_groups(found: Iterable[TechniqueUse]) -> list[tuple[str, list[TechniqueUse], str]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 MOST_DOTS = 1000
 TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -69,9 +69,13 @@ def samples(times: Sequence[float], floor: float | None = None, interval: tuple[
     parts.append(_tag("line", cls="axis", x1="0", x2="100%", y1="100%", y2="100%"))
     for i, seconds in enumerate(drawn):
         parts.append(_tag("circle", cls="dot", cx=x(seconds), cy=f"{100 * (i + 0.5) / len(drawn):.2f}%", r="3"))
-    parts.append(_tag("line", cls="middle", x1=x(median), x2=x(median), y1="0", y2="100%"))
-    if floor is not None:
-        parts.append(_tag("line", cls="floor", x1=x(floor), x2=x(floor), y1="0", y2="100%"))
+    marks = [("middle", "median", median, "-6")] + ([("floor", "floor", floor, "-21")] if floor is not None else [])
+    for cls, name, seconds, dy in marks:
+        share = seconds / end
+        anchor = "start" if share < 0.15 else "end" if share > 0.85 else "middle"
+        parts.append(_tag("line", cls=cls, x1=x(seconds), x2=x(seconds), y1=f"{float(dy) + 2:g}", y2="100%"))
+        label = f"{name} {time_text(seconds)}"
+        parts.append(_text(label, x=x(seconds), y="0", dy=dy, anchor=anchor, cls=f"{cls}-label"))
     said = [f"{len(times)} samples from {time_text(min(times))} to {time_text(max(times))}, median {time_text(median)}"]
     said += [f"floor {time_text(floor)}"] if floor is not None else ["no floor is known"]
     said += [f"one in {step} is drawn"] if step > 1 else []
@@ -92,7 +96,7 @@ def interval(low: float, middle: float, high: float, end: float, floor: float | 
     ]
     if floor is not None:
         parts.append(_tag("line", cls="floor", x1=x(floor), x2=x(floor), y1="0", y2="100%"))
-    return Markup('<svg class="interval" aria-hidden="true" focusable="false">{}</svg>').format(Markup().join(parts))
+    return Markup(f'<svg class="interval" aria-hidden="true" focusable="false">{"".join(parts)}</svg>')
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def roofline(points: Iterable[Point]) -> Markup:
         parts.append(_text("▬", x=x(p.intensity), y=y(p.roof), dy="4", anchor="middle", cls="roof-mark"))
         dot = _tag("circle", cls="dot", cx=x(p.intensity), cy=y(p.attained), r="4.5")
         label = _text(p.label, x=x(p.intensity), y=y(p.attained), dx="8", dy="4", cls="strong")
-        parts.append(Markup("<g><title>{}</title>{}{}</g>").format(p.name, dot, label))
+        parts.append(f"<g><title>{escape(p.name)}</title>{dot}{label}</g>")
     best = max(p.attained / p.roof for p in points)
     said = (
         f"{len(points)} runs by operations a byte and operations a second, the best at {best:.0%} of its floor's rate"
@@ -147,22 +151,21 @@ def roofline(points: Iterable[Point]) -> Markup:
     return _picture("roofline", said, parts, None)
 
 
-def _picture(kind: str, said: str, parts: Iterable[Markup], height: int | None) -> Markup:
-    size = Markup(' height="{}"').format(height) if height else ""
-    return Markup('<svg class="picture {}" role="img" aria-label="{}"{}>{}</svg>').format(
-        kind, said, size, Markup().join(parts)
-    )
+def _picture(kind: str, said: str, parts: Iterable[str], height: int | None) -> Markup:
+    size = f' height="{height}"' if height else ""
+    inside = "".join(parts)
+    return Markup(f'<svg class="picture {kind}" role="img" aria-label="{escape(said)}"{size}>{inside}</svg>')
 
 
-def _tag(name: str, cls: str, **attributes: str) -> Markup:
-    pairs = Markup().join(Markup(' {}="{}"').format(key, value) for key, value in attributes.items())
-    return Markup('<{} class="{}"{}/>').format(Markup(name), cls, pairs)
+def _tag(name: str, cls: str, **attributes: str) -> str:
+    """An element; the names and the attributes, which are numbers, are this file's own."""
+    pairs = "".join(f' {key}="{value}"' for key, value in attributes.items())
+    return f'<{name} class="{cls}"{pairs}/>'
 
 
-def _text(text: str, x: str, y: str, dx: str = "0", dy: str = "0", anchor: str = "start", cls: str = "label") -> Markup:
-    return Markup('<text class="{}" x="{}" y="{}" dx="{}" dy="{}" text-anchor="{}">{}</text>').format(
-        cls, x, y, dx, dy, anchor, text
-    )
+def _text(text: str, x: str, y: str, dx: str = "0", dy: str = "0", anchor: str = "start", cls: str = "label") -> str:
+    place = f'x="{x}" y="{y}" dx="{dx}" dy="{dy}" text-anchor="{anchor}"'
+    return f'<text class="{cls}" {place}>{escape(text)}</text>'
 
 
 def _time_unit(seconds: float) -> str:

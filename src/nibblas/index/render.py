@@ -57,18 +57,18 @@ class Page:
     crumbs: Crumbs = ()
     indexed: bool = True
 
-    @property
-    def section(self) -> str:
-        """The entry of the menu that it belongs to."""
-        first = "/" + self.path.split("/")[1]
-        return "/search" if first == "/implementations" else first
-
 
 class Links:
     """Where pages lie on a server: at their own address."""
 
     live = True  # whether something answers queries
     menu: Pairs = MENU
+    implementations = "/search"  # the entry of the menu that leads to them
+
+    def section(self, path: str) -> str:
+        """The entry of the menu that a page belongs to."""
+        first = "/" + path.split("/")[1]
+        return self.implementations if first == "/implementations" else first
 
     def url(self, path: str, query: Pairs = ()) -> str:
         """The address of a page; the parts of its path are quoted here."""
@@ -88,7 +88,7 @@ class Links:
 
     def raw(self, implementation: str, path: str) -> str:
         """The address of the bytes of a source file."""
-        return self.url(f"/implementations/{implementation}/raw/{path}")
+        return self.url(f"/api/v1/implementations/{implementation}/files/{path}")
 
 
 def html(page: Page, links: Links) -> str:
@@ -98,6 +98,7 @@ def html(page: Page, links: Links) -> str:
         doc=page.document,
         twin=links.twin(page.path, page.query),
         live=links.live,
+        section=links.section(page.path),
         menu=links.menu,
         url=links.url,
         static=links.static,
@@ -106,11 +107,6 @@ def html(page: Page, links: Links) -> str:
         version=__version__,
         **page.values,
     )  # fmt: skip
-
-
-def twin(page: Page) -> str:
-    """The page's document as JSON."""
-    return json.dumps(plain(page.document), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @cache
