@@ -12,8 +12,9 @@ from nibblas import quantize, reference
 from nibblas.arena import aiter
 from nibblas.arena.rounding import round_once
 from nibblas.arena.standins import AITER, ALL, CUDA, NAMES_ONLY, SCALED_MM, install, provides
-from nibblas.formats import MXFP4, NVFP4
+from nibblas.formats import MXFP4, NVFP4, pack
 from nibblas.layouts import BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16
+from nibblas.tensor import ScaledTensor
 
 CPU = torch.device("cpu")
 FLOAT4 = torch.float4_e2m1fn_x2
@@ -62,6 +63,15 @@ def test_scaled_mm_is_the_exact_product_rounded_once(stand_ins, format, M, N, K)
     assert torch.equal(out, as_fp16(reference.matmul(a, b)))
     assert out.isfinite().all()
     assert stand_ins.used[SCALED_MM] == 1
+
+
+def test_scaled_mm_does_not_round_by_way_of_fp32(stand_ins):
+    """64 + 2^-5 lies between two fp16 numbers, and 2^-20 above it is lost in fp32."""
+    codes = torch.zeros(1, 48, dtype=torch.uint8)
+    codes[0, ::16] = torch.tensor([2, 2, 1])  # 1, 1 and 0.5, one a block
+    scales = torch.tensor([[[8.0, 2.0**-2, 2.0**-9]], [[8.0, 2.0**-3, 2.0**-9]]]).to(torch.float8_e4m3fn)
+    a, b = (ScaledTensor.from_parts(pack(codes), scale, NVFP4) for scale in scales)
+    assert scaled_mm(a, b, out_dtype=torch.float16).item() == 64.0625
 
 
 def test_scaled_mm_marks_blocks_whose_scale_is_nan(stand_ins):
@@ -182,6 +192,13 @@ def test_gemm_a4w4_is_the_exact_product_rounded_once(stand_ins, M, N, K):
     assert stand_ins.used == {"aiter.gemm_a4w4": 3}
 
 
+def test_aiters_modules_are_reached_from_the_package(stand_ins):
+    package = importlib.import_module("aiter")
+    assert package.ops.triton.quant is importlib.import_module("aiter.ops.triton.quant")
+    assert package.utility.fp4_utils.e8m0_shuffle(torch.zeros(1, 1, dtype=torch.uint8)).shape == (256, 8)
+    assert package.fused_moe.fused_moe.__name__ == "fused_moe"
+
+
 def test_fused_moe_is_the_mixture_of_gated_experts():
     E, T, H, I, top_k = 5, 7, 256, 128, 3
     w1, w2 = (quantize(torch.randn(shape), MXFP4) for shape in ((E, 2 * I, H), (E, H, I)))
@@ -289,6 +306,15 @@ def test_random_numbers_of_the_gpu_come_from_the_cpu_and_are_repeatable(stand_in
     first = torch.randn(3, device="cuda")
     torch.cuda.manual_seed_all(7)
     assert torch.equal(torch.randn(3, device="cuda"), first)
+
+
+def test_events_count_milliseconds(stand_ins, monkeypatch):
+    times = iter([1_000_000, 4_500_000])
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(times))
+    start, end = torch.cuda.Event(), torch.cuda.Event()
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) == 3.5
 
 
 def test_streams_and_events_are_the_hosts(stand_ins):
