@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -190,9 +190,10 @@ def _moment(at: str | None, form: str) -> Markup | None:
     if at is None:
         return None
     try:
-        shown = datetime.fromisoformat(at).strftime(form if len(at) > 10 else "%Y-%m-%d")
+        known = datetime.fromisoformat(at)
     except ValueError:
         return Markup.escape(at)
+    shown = (known.astimezone(UTC) if known.tzinfo else known).strftime(form if len(at) > 10 else "%Y-%m-%d")
     return Markup('<time datetime="{}">{}</time>').format(at, shown)
 
 

@@ -60,15 +60,29 @@ def mount_pages(app: FastAPI, catalog: Catalog, answers: Kept) -> None:
 
 
 def _answer(build: Builder, catalog: Catalog, answers: Kept, as_json: bool) -> Callable[[Request], Response]:
-    def answer(request: Request) -> Response:
+    def show(request: Request, of: Mapping[str, str], as_json: bool) -> Response:
         def page() -> Page:
-            given = {name: request.query_params.getlist(name) for name in request.query_params}
-            return build(catalog, request.path_params, given)
+            return build(catalog, of, {name: request.query_params.getlist(name) for name in request.query_params})
 
+        if as_json:
+            return answers.answer(request, lambda: to_json(page().document))
+        return answers.answer(request, lambda: render.html(page(), Links()), "text/html")
+
+    def answer(request: Request) -> Response:
+        of = request.path_params
         try:
-            if as_json:
-                return answers.answer(request, lambda: to_json(page().document))
-            return answers.answer(request, lambda: render.html(page(), Links()), "text/html")
+            try:
+                return show(request, of, as_json)
+            except NotFoundError:
+                if not (as_json and of):
+                    raise
+                # No twin: the name itself may end so, as a source file's does.
+                *_, last = of
+                try:
+                    return show(request, {**of, last: f"{of[last]}.json"}, False)
+                except NotFoundError:
+                    pass
+                raise
         except (QueryError, NotFoundError) as error:
             return _went_wrong(request, error, as_json)
 
