@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nibblas.arena.commands import app as arena_app
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_WIDTH},
 )
+
+app.add_typer(arena_app, name="arena")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")]
