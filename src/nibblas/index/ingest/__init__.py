@@ -8,7 +8,7 @@ known by its content.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby, islice
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +53,13 @@ class Report:
         for what, why in self.skipped:
             found.setdefault(why, []).append(what)
         return found
+
+    def __add__(self, other: "Report") -> "Report":
+        return Report(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def as_dict(self) -> dict:
+        """As JSON can hold it."""
+        return {**asdict(self), "skipped": [skipped._asdict() for skipped in self.skipped]}
 
     def count(self, outcome: Outcome) -> None:
         """One more."""

@@ -1,0 +1,346 @@
+"""The commands `nibblas index ...`. Only typer and rich are imported before one runs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from nibblas.index.documents import Dossier, Results
+    from nibblas.index.ingest import Report
+
+app = typer.Typer(
+    help="A local catalog of kernels: which there are, what they run on, who measured them, how they may be used.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+Database = Annotated[
+    Path | None, typer.Option("--db", help="The index; index.sqlite in nibblas's cache by default.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+SHOWN_REASONS = 12
+SHOWN_OF_A_REASON = 3
+
+
+@app.command(no_args_is_help=True)
+def add(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH...",
+            help="Source files, folders, KernelBot parquet files or texts of submissions, saved catalog pages, records of "
+            "`nibblas arena`, JSONL files of measurements.",
+            show_default=False,
+        ),
+    ] = None,
+    own: Annotated[
+        bool, typer.Option("--own", help="Add nibblas's own kernels and what was measured of them.")
+    ] = False,
+    db: Database = None,
+    slug: Annotated[str | None, typer.Option(help="Name of the one implementation, in place of what is read.")] = None,
+    author: Annotated[list[str] | None, typer.Option(help="Where the source names none. Can be repeated.")] = None,
+    licence: Annotated[str | None, typer.Option(help="SPDX expression that the author declares.")] = None,
+    terms: Annotated[
+        str | None, typer.Option(help="SPDX expression or LicenseRef under which the source is handed on.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the data set or repository.")] = None,
+    attribution: Annotated[str | None, typer.Option(help="The sentence that the data set asks for.")] = None,
+    board: Annotated[str | None, typer.Option(help="KernelBot problem that a submission is for.")] = None,
+    submission: Annotated[str | None, typer.Option(help="KernelBot's number of the submission.")] = None,
+    problem: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the KernelBot problem, with its task.yml.", exists=True, file_okay=False),
+    ] = None,
+    boards: Annotated[
+        list[str] | None, typer.Option("--only", metavar="BOARD", help="Of a data set only this. Can be repeated.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="Of a data set, so many of each board and runner.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Import implementations, what their sources claim, and what was measured of them.
+
+    The same again changes nothing; other content under a known name becomes a revision. An import that was stopped goes
+    on when called again. Nothing is invented: what a source does not say stays unknown.
+
+    Examples:
+
+    - `nibblas index add --own`
+    - `nibblas index add kernels/ --author me --licence Apache-2.0`
+    - `nibblas index add nvidia_nvfp4.parquet --terms CC-BY-4.0 --top 50`
+    """
+    from nibblas.index import ingest
+    from nibblas.index.ingest.reading import Options
+
+    if not paths and not own:
+        raise typer.BadParameter("need a path, or --own")
+    if slug and len(paths or []) != 1:
+        raise typer.BadParameter(f"--slug names one implementation; got {len(paths or [])} paths")
+    options = Options(
+        slug,
+        tuple(author or ()),
+        licence,
+        terms,
+        revision,
+        attribution,
+        board,
+        submission,
+        problem,
+        tuple(boards or ()),
+        top,
+    )
+    with _writing(db) as store:
+        report = ingest.Report()
+        if own:
+            report += ingest.add_own(store)
+        if paths:
+            with _progress("import") as advance:
+                report += ingest.add(store, paths, options, advance)
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        _print_report(report)
+
+
+@app.command()
+def scan(db: Database = None) -> None:
+    """Read all sources again that were read by older rules, for techniques, requirements and licences.
+
+    Examples:
+
+    - `nibblas index scan`
+    """
+    from nibblas.index import ingest
+
+    with _writing(db) as store, _progress("scan") as advance:
+        count = ingest.scan(store, advance)
+    print(f"{_some(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
+
+
+@app.command(no_args_is_help=True)
+def search(
+    words: Annotated[list[str], typer.Argument(help="Words of a name, an author, a technique, a source.")],
+    db: Database = None,
+    operation: Annotated[str | None, typer.Option(help="Slug of an operation.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="A device that it must run on.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Find implementations in which all of the words stand.
+
+    Examples:
+
+    - `nibblas index search gemv split-k`
+    """
+    from nibblas.index import read
+    from nibblas.index.catalog import Catalog
+    from nibblas.index.documents import Query, plain
+
+    with Catalog(_path(db)) as catalog:
+        query = Query(" ".join(words), operation=operation, hardware=hardware, limit=limit)
+        found = read.search(catalog, query, facets=False)
+    if as_json:
+        _print_json(plain(found))
+    else:
+        _print_results(found)
+
+
+@app.command(no_args_is_help=True)
+def show(
+    name: Annotated[str, typer.Argument(help="Slug or digest of an implementation.", show_default=False)],
+    db: Database = None,
+    source: Annotated[bool, typer.Option("--source", help="Print its source, where its terms allow that.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is known of one implementation.
+
+    Examples:
+
+    - `nibblas index show nibblas-cpu-linear`
+    """
+    from nibblas.index import read
+    from nibblas.index.catalog import Catalog
+    from nibblas.index.documents import plain
+
+    with Catalog(_path(db)) as catalog:
+        dossier = read.implementation(catalog, name, ["source"] if source else [])
+    if as_json:
+        _print_json(plain(dossier))
+    elif source:
+        _print_source(dossier)
+    else:
+        _print_dossier(dossier)
+
+
+@app.command(no_args_is_help=True)
+def backup(
+    target: Annotated[Path, typer.Argument(help="The file or folder to write.", show_default=False)],
+    db: Database = None,
+) -> None:
+    """Copy the index as it is at this moment, also while it is being written.
+
+    Examples:
+
+    - `nibblas index backup ~/backups`
+    """
+    from nibblas.index.store import Store
+
+    with Store.open(_path(db), read_only=True) as store:
+        written = store.backup(target)
+    print(written)
+
+
+@app.command()
+def check(db: Database = None) -> None:
+    """Look for damage: the file's structure, references, the text index, and the digest of everything stored.
+
+    Exits with 1 where something is wrong.
+
+    Examples:
+
+    - `nibblas index check`
+    """
+    with _writing(db, make=False) as store, _progress("check") as advance:
+        wrong = store.check(advance)
+        count = len(store.digests())
+    for line in wrong:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}", highlight=False)
+    if wrong:
+        raise typer.Exit(1)
+    print(f"{_some(count, 'revision')} stored, all as their digests say")
+
+
+def _path(db: Path | None) -> Path:
+    from nibblas.index.store import default_path
+
+    return db or default_path()
+
+
+@contextmanager
+def _writing(db: Path | None, make: bool = True) -> Iterator[Any]:
+    from nibblas.index.store import Store, StoreError
+
+    path = _path(db)
+    if not make and not path.exists():
+        raise StoreError(f"{path}: no index there; `nibblas index add` makes one")
+    with Store.open(path) as store:
+        yield store
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr, as progress(done, total, text); nothing where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=f"{what} {escape(text[-40:])}")
+
+        yield advance
+
+
+def _print_json(data: Any) -> None:
+    from nibblas.storage import to_json
+
+    print(to_json(data))
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _print_report(report: "Report") -> None:
+    done = {"added": report.added, "revised": report.revised, "updated": report.updated, "unchanged": report.unchanged}
+    print(", ".join(f"{count:,} {name}" for name, count in done.items() if count) or "nothing added")
+    reasons = sorted(report.reasons.items(), key=lambda entry: -len(entry[1]))
+    for why, what in reasons[:SHOWN_REASONS]:
+        more = f" and {len(what) - SHOWN_OF_A_REASON:,} more" if len(what) > SHOWN_OF_A_REASON else ""
+        print(f"skipped {len(what):,}: {why}: {', '.join(what[:SHOWN_OF_A_REASON])}{more}")
+    if len(reasons) > SHOWN_REASONS:
+        print(f"... {len(reasons) - SHOWN_REASONS} more reasons; --json lists all")
+
+
+def _print_results(found: "Results") -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("implementation", "operation", "framework", "numerics", "timing", "fastest", "licence"):
+        table.add_column(name, overflow="fold")
+    for card in found.cards:
+        fastest = card.fastest
+        table.add_row(
+            card.slug,
+            card.operation.slug if card.operation else "unknown",
+            card.framework or card.language or "unknown",
+            card.levels.numerics,
+            card.levels.timing,
+            f"{_seconds(fastest.figure.value)}{' claimed' if fastest.claimed else ''}" if fastest else "",
+            card.licence_concluded or "unknown",
+        )
+    Console().print(table)
+    if found.total > len(found.cards):
+        print(f"{found.total:,} found, {len(found.cards)} shown")
+
+
+def _print_dossier(dossier: "Dossier") -> None:
+    console = Console(soft_wrap=True)
+    it = dossier.implementation
+
+    def line(name: str, value: str | None) -> None:
+        console.print(f"[dim]{name:<14}[/]{escape(value or 'unknown')}", highlight=False)
+
+    console.print(f"[bold]{escape(it.name)}[/]  {it.slug}", highlight=False)
+    line("revision", f"{it.revision}, {dossier.digest}")
+    line("operation", it.operation.slug if it.operation else None)
+    line("authors", ", ".join(it.authors))
+    line("language", " · ".join(part for part in (it.language, it.framework) if part))
+    line("entry point", it.signature or it.entry_point)
+    line("numerics", dossier.levels.numerics)
+    line("timing", dossier.levels.timing)
+    for state in dossier.levels.states:
+        line(state.kind, state.reason)
+    line("licence", dossier.licence.concluded)
+    line("terms", dossier.licence.terms)
+    line("from", f"{it.source.kind} {it.source.locator}")
+    for file in dossier.files:
+        line("file", f"{file.path}, {file.lines} lines, sha256 {file.sha256}")
+    for way in dossier.ways:
+        line(way.name, way.how or f"no: {way.why_not}")
+    for use in dossier.techniques:
+        if use.uses:
+            lines = ", ".join(f"{finding.path}:{finding.line}" for finding in use.findings)
+            line("uses", f"{use.technique.slug} ({lines})")
+    for answer in dossier.hardware:
+        line(answer.answer, f"{answer.hardware.name}: {answer.reason}")
+    for run in dossier.runs:
+        value = f"{run.figure.metric} {_seconds(run.figure.value)}" if run.figure else "no figure"
+        where = f"{run.workload.name if run.workload else 'the whole board'} on {run.device or 'an unknown device'}"
+        line("claimed" if run.claimed else "measured", f"{run.status}, {value}, {where}")
+    for text in it.limitations:
+        line("limitation", text)
+
+
+def _print_source(dossier: "Dossier") -> None:
+    for file in dossier.files:
+        if file.text is None:
+            raise PermissionError(
+                f"{dossier.implementation.slug}: its source may not be shown under the terms "
+                f"{dossier.licence.terms or 'unknown'}"
+            )
+        sys.stdout.write(file.text)
+
+
+def _seconds(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1:
+            return f"{value * factor:.4g} {unit}"
+    return f"{value * 1e9:.4g} ns"
