@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 
+from fastapi import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,8 +66,6 @@ class Guard:
             scope = {**scope, "method": "GET", "nibblas.head": True}
         try:
             await self.app(scope, _limited(receive), answered)
-        except TooLargeError:
-            await problem(413, "BODY_TOO_LARGE", f"a body holds at most {MOST_BODY} bytes")(scope, receive, answered)
         except Exception:
             _log.exception("%s %s", method, scope["path"])
             if answered.started:
@@ -94,10 +93,6 @@ class Guard:
         return Response(status_code=204, headers={"Allow": ", ".join(sorted(methods) + allowed)})
 
 
-class TooLargeError(Exception):
-    """A body goes on beyond what is taken."""
-
-
 class _Answer:
     """Sends an answer with the common headers; of a HEAD without its body."""
 
@@ -116,6 +111,7 @@ class _Answer:
 
 
 def _limited(receive: Receive) -> Receive:
+    """The same, but for a body that goes on beyond what is taken."""
     taken = 0
 
     async def limited() -> Message:
@@ -123,7 +119,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         taken += len(message.get("body") or b"")
         if taken > MOST_BODY:
-            raise TooLargeError
+            raise HTTPException(413, f"a body holds at most {MOST_BODY} bytes")
         return message
 
     return limited

@@ -83,9 +83,14 @@ def search(catalog: Catalog, query: Query, facets: bool = True) -> Results:
     return Results(query, found.bit_count(), cards(catalog, ids), following, counted)
 
 
+def _check_limit(limit: int) -> None:
+    if not 1 <= limit <= MOST_LIMIT:
+        raise QueryError(f"limit: {limit}, need 1 to {MOST_LIMIT}")
+
+
 def _check(query: Query) -> None:
+    _check_limit(query.limit)
     rules = {
-        f"limit: {query.limit}, need 1 to {MOST_LIMIT}": 1 <= query.limit <= MOST_LIMIT,
         f"sort: {query.sort!r}, need evidence, newest or name": query.sort in ("evidence", "newest", "name"),
         f"numerics: {query.numerics!r}, need one of {', '.join(NUMERICS)}": query.numerics in (None, *NUMERICS),
         f"timing: {query.timing!r}, need one of {', '.join(TIMING)}": query.timing in (None, *TIMING),
@@ -295,6 +300,7 @@ def operation(
 
     limit: ranked runs of each cohort. NotFoundError where the operation has no such workload or cohort.
     """
+    _check_limit(limit)
     row = _operation(catalog, slug)
     record = made(Operation, row)
     found = _cohorts(catalog, row["id"], record.slug, workload, cohort)
@@ -416,8 +422,7 @@ def runs(catalog: Catalog, wanted: RunFilter) -> RunsPage:
 
 
 def _run_conditions(catalog: Catalog, wanted: RunFilter) -> dict[str, tuple]:
-    if not 1 <= wanted.limit <= MOST_LIMIT:
-        raise QueryError(f"limit: {wanted.limit}, need 1 to {MOST_LIMIT}")
+    _check_limit(wanted.limit)
     status = wanted.status or "passed"
     if status not in STATUSES:
         raise QueryError(f"status: {status!r}, need one of {', '.join(STATUSES)}")
