@@ -5,6 +5,7 @@ under "nibblas"; the others answer with their document. ETags are digests of the
 """
 
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -46,8 +47,11 @@ from nibblas.index.evidence_levels import Numerics, Timing
 from nibblas.index.guard import LOOPBACK, Guard, problem
 from nibblas.index.model import Origin, RunStatus
 from nibblas.index.store import StoreError
+from nibblas.index.web import mount_pages
 
 API = "/api/v1"
+# How run_server tells its processes what to serve.
+DB, HOSTS = "NIBBLAS_INDEX_DB", "NIBBLAS_INDEX_HOSTS"
 LISTED = 100  # results of a search in KernelIndex's shape
 # So many threads of a process work at a time: more would only wait for each other.
 THREADS = 2
@@ -91,14 +95,38 @@ def create_app(path: str | Path, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     )
     app.state.catalog = catalog
     _add_errors(app)
-    _add_reads(app, catalog, kept.Kept(catalog))
+    answers = kept.Kept(catalog)
+    _add_reads(app, catalog, answers)
+    mount_pages(app, catalog, answers)
     app.add_middleware(Guard, router=app.router, hosts=hosts)
     return app
 
 
+def run_server(path: Path, host: str, port: int, names: Collection[str], workers: int) -> None:
+    """Serve the index in a file until the process is told to stop.
+
+    names: by which the server may be called, beside those of this machine and the address that it listens on.
+    """
+    import uvicorn
+
+    Catalog(path).close()  # a file that can't be read is told before a process is started
+    os.environ[DB], os.environ[HOSTS] = str(path), ",".join((*LOOPBACK, host, *names))
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C stops)", file=sys.stderr)
+    uvicorn.run(
+        f"{__name__}:from_environment",
+        factory=True,
+        host=host,
+        port=port,
+        workers=workers,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+    )
+
+
 def from_environment() -> FastAPI:
-    """The application of NIBBLAS_INDEX_DB and NIBBLAS_INDEX_HOSTS, as each process of a server makes it."""
-    return create_app(os.environ["NIBBLAS_INDEX_DB"], os.environ["NIBBLAS_INDEX_HOSTS"].split(","))
+    """The application as each process of a server makes it."""
+    return create_app(os.environ[DB], os.environ[HOSTS].split(","))
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -1,5 +1,6 @@
 """The commands `nibblas index ...`. Only typer and rich are imported before one runs."""
 
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
+    from nibblas.index.catalog import Catalog
     from nibblas.index.documents import Dossier, Results
     from nibblas.index.ingest import Report
+    from nibblas.index.store import Store
 
 app = typer.Typer(
     help="A local catalog of kernels: which there are, what they run on, who measured them, how they may be used.",
@@ -34,8 +37,8 @@ def add(
         list[Path] | None,
         typer.Argument(
             metavar="PATH...",
-            help="Source files, folders, KernelBot parquet files or texts of submissions, saved catalog pages, records of "
-            "`nibblas arena`, JSONL files of measurements.",
+            help="Source files, folders, KernelBot's parquet files, texts of its submissions, saved catalog pages, records "
+            "of `nibblas arena`, JSONL files of measurements.",
             show_default=False,
         ),
     ] = None,
@@ -138,10 +141,9 @@ def search(
     - `nibblas index search gemv split-k`
     """
     from nibblas.index import read
-    from nibblas.index.catalog import Catalog
     from nibblas.index.documents import Query, plain
 
-    with Catalog(_path(db)) as catalog:
+    with _reading(db) as catalog:
         query = Query(" ".join(words), operation=operation, hardware=hardware, limit=limit)
         found = read.search(catalog, query, facets=False)
     if as_json:
@@ -164,10 +166,9 @@ def show(
     - `nibblas index show nibblas-cpu-linear`
     """
     from nibblas.index import read
-    from nibblas.index.catalog import Catalog
     from nibblas.index.documents import plain
 
-    with Catalog(_path(db)) as catalog:
+    with _reading(db) as catalog:
         dossier = read.implementation(catalog, name, ["source"] if source else [])
     if as_json:
         _print_json(plain(dossier))
@@ -175,6 +176,31 @@ def show(
         _print_source(dossier)
     else:
         _print_dossier(dossier)
+
+
+@app.command()
+def serve(
+    db: Database = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8321,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name by which others call this server; a request for any other is refused. Can be repeated."
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that answer.")] = 1,
+) -> None:
+    """Serve the index to a browser and to programs: pages, and an API under /api/v1. Read only.
+
+    Examples:
+
+    - `nibblas index serve`
+    - `nibblas index serve --port 8000 --workers 2`
+    """
+    from nibblas.index.api import run_server
+
+    run_server(_path(db), host, port, name or (), workers)
 
 
 @app.command(no_args_is_help=True)
@@ -222,14 +248,35 @@ def _path(db: Path | None) -> Path:
 
 
 @contextmanager
-def _writing(db: Path | None, make: bool = True) -> Iterator[Any]:
+def _writing(db: Path | None, make: bool = True) -> Iterator["Store"]:
     from nibblas.index.store import Store, StoreError
 
     path = _path(db)
     if not make and not path.exists():
         raise StoreError(f"{path}: no index there; `nibblas index add` makes one")
-    with Store.open(path) as store:
+    with _in_words(path), Store.open(path) as store:
         yield store
+
+
+@contextmanager
+def _reading(db: Path | None) -> Iterator["Catalog"]:
+    from nibblas.index.catalog import Catalog
+
+    with _in_words(_path(db)), Catalog(_path(db)) as catalog:
+        yield catalog
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """Errors of SQLite (a full disk, damage) and of names that aren't there, as errors for people."""
+    from nibblas.index.store import StoreError
+
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}") from None
+    except LookupError as error:
+        raise StoreError(str(error.args[0] if error.args else error)) from None
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class Guard:
     def _refuse(self, scope: Scope) -> Response | None:
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
         if _name(host).lower() not in self.hosts:
-            return problem(421, "UNKNOWN_HOST", f"this server is not called {host!r}: --host names another")
+            return problem(421, "UNKNOWN_HOST", f"this server is not called {host!r}: --name gives it a name")
         if len(scope.get("raw_path") or b"") > MOST_PATH or len(scope["query_string"]) > MOST_QUERY:
             return problem(414, "ADDRESS_TOO_LONG", f"at most {MOST_PATH} bytes of path and {MOST_QUERY} of query")
         return None
