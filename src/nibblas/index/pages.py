@@ -370,13 +370,13 @@ def _one(given: Params, name: str) -> str | None:
 
 def policy_examples() -> list[tuple[str, policy.Levels]]:
     """What the policy makes of stored facts, from none to all: the policy itself computes it."""
-    word = policy.Observed("1", "passed", True, "w", "d", seconds=1e-3)
-    run_here = policy.Observed("2", "passed", False, "w", "d", host="here", seconds=1e-3, samples=20)
+    word = policy.Observed("1", "passed", True, "a workload", "this device", seconds=1e-3)
+    run_here = policy.Observed("2", "passed", False, "a workload", "this device", host="here", seconds=1e-3, samples=20)
     checked = run_here._replace(error=1e-3)
     hardened = checked._replace(hardened=True)
     elsewhere = hardened._replace(run="3", host="there", seconds=1.05e-3)
     slower = elsewhere._replace(seconds=1.5e-3)
-    wrong = policy.Observed("4", "wrong", False, "w", "d")
+    wrong = policy.Observed("4", "wrong", False, "a workload", "this device")
     return [
         ("Nothing", policy.levels([])),
         ("A compile for an architecture", policy.levels([], compiled=True)),

@@ -167,8 +167,8 @@ def percent(share: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """One time over another, to two decimals."""
-    return f"{value:.2f}" if value < 100 else number(round(value))
+    """One time over another."""
+    return f"{value:.2f}" if 0.1 <= value < 100 else pictures.digits(value)
 
 
 def relative(error: float) -> str:
