@@ -63,6 +63,31 @@ def bytes_of(ranges: str) -> set[int]:
     return {code for run in ends for code in range(run[0], run[-1] + 1)}
 
 
+def gaps(found: Sequence[Coverage]) -> tuple[str, ...]:
+    """What the inputs leave out, in words: e2m1 codes that a nibble never holds, scales that are always the same few.
+
+    Scales are told of beside FP4 codes only: elsewhere an 8-bit float may be anything.
+    """
+    pairs = [c for c in found if c.kind == "e2m1 pairs"]
+    told: dict[str, list[str]] = {}
+    for c in pairs:
+        nibbles = {"low": c.low_codes or "", "high": c.high_codes or ""}
+        few = [
+            f"{len(codes)} of 16 codes in {name} nibbles ({codes})" for name, codes in nibbles.items() if codes != ALL
+        ]
+        if few:
+            told.setdefault(", ".join(few), []).append(c.tensor)
+    for c in found:
+        codes = bytes_of(c.byte_codes or "")
+        if pairs and len(codes) < _FEW_SCALES.get(c.kind, 0):
+            told.setdefault(f"{len(codes)} scale codes ({c.byte_codes})", []).append(c.tensor)
+    return tuple(f"{', '.join(names)}: only {what}" for what, names in told.items())
+
+
+ALL = "0123456789abcdef"
+_FEW_SCALES = {"e4m3": 16, "e8m0": 2}
+
+
 def _combined(calls: list[Coverage]) -> Coverage:
     def known(name: str) -> list:
         return [value for c in calls if (value := getattr(c, name)) is not None]
