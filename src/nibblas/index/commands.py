@@ -37,8 +37,8 @@ def add(
         list[Path] | None,
         typer.Argument(
             metavar="PATH...",
-            help="Source files, folders, KernelBot's parquet files, texts of its submissions, saved catalog pages, records "
-            "of `nibblas arena`, JSONL files of measurements.",
+            help="Source files, folders, KernelBot's parquet files, texts of its submissions, saved catalog pages, "
+            "records of `nibblas arena`, JSONL files of measurements.",
             show_default=False,
         ),
     ] = None,
@@ -204,6 +204,55 @@ def serve(
 
 
 @app.command(no_args_is_help=True)
+def export(
+    site: Annotated[Path, typer.Argument(help="Folder to write: new, empty, or of an earlier export.")],
+    db: Database = None,
+) -> None:
+    """Write all pages and their JSON as static files, with links that work from any folder and without a server.
+
+    Lists of implementations take the place of the search; nothing compares two of them.
+
+    Examples:
+
+    - `nibblas index export site`
+    """
+    from nibblas.index.export import export as write
+
+    with _reading(db) as catalog, _progress("export") as advance:
+        made = write(catalog, site, advance)
+    print(f"{site / 'index.html'}: {_some(made.pages, 'page')}, {made.bytes / 1e6:,.1f} MB")
+
+
+@app.command()
+def demo(
+    db: Annotated[
+        Path | None,
+        typer.Option(
+            "--db", help="The index to fill; index-demo.sqlite in nibblas's cache by default.", show_default=False
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8321,
+    served: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve it, or only fill it.")] = True,
+) -> None:
+    """Fill an index with nibblas's own kernels and what was measured of them, and serve it.
+
+    Examples:
+
+    - `nibblas index demo`
+    """
+    from nibblas.index import ingest
+    from nibblas.index.api import run_server
+
+    path = db or _path(None).with_name("index-demo.sqlite")
+    with _writing(path) as store:
+        report = ingest.add_own(store)
+    _print_report(report)
+    if served:
+        run_server(path, host, port, (), 1)
+
+
+@app.command(no_args_is_help=True)
 def backup(
     target: Annotated[Path, typer.Argument(help="The file or folder to write.", show_default=False)],
     db: Database = None,
@@ -321,7 +370,7 @@ def _print_results(found: "Results") -> None:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("implementation", "operation", "framework", "numerics", "timing", "fastest", "licence"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "implementation")
     for card in found.cards:
         fastest = card.fastest
         table.add_row(

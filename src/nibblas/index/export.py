@@ -116,7 +116,7 @@ def export(catalog: Catalog, site: str | Path, progress: Progress = lambda done,
 
     The folder is complete or as it was before. Raises SiteError where it holds anything else.
     """
-    site = Path(site)
+    site = Path(site).resolve()
     if site.exists() and not site.is_dir():
         raise SiteError(f"{site}: not a folder")
     if site.exists() and any(site.iterdir()) and not (site / MARK).is_file():
