@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from made_up import make_item
+from made_up import RUN, make_item
 from test_ingest import PAGE, PYTHON, data_set, flat, write
 from typer.testing import CliRunner
 
@@ -108,6 +108,27 @@ def test_check_and_backup(nibblas_index, tmp_path):
     done = nibblas_index("check")
     assert done.exit_code == 1
     assert "7 lines" in done.stderr
+
+
+def test_note(nibblas_index, tmp_path):
+    with opened(tmp_path) as store:
+        store.add(make_item())
+    digest = make_item().implementation.digest
+    said = ["--by", "ann", "--reason", "on my card"]
+    done = nibblas_index(
+        "note", "attest", "kernelbot-toy-gemv-1", *said, "--outcome", "not reproduced", "--ratio", "1.5"
+    )
+    assert done.stdout == f"attest: {digest}\n"
+    nibblas_index("note", "dispute", RUN.digest_for(digest), *said)
+    with opened(tmp_path) as store:
+        _, attested, disputed = store.events()
+    assert (attested.kind, attested.subject, attested.by, attested.reason) == ("attest", digest, "ann", "on my card")
+    assert attested.body == {"outcome": "not reproduced", "ratio": 1.5}
+    assert (disputed.kind, disputed.subject, disputed.body) == ("dispute", RUN.digest_for(digest), {})
+    with pytest.raises(StoreError, match="no implementation or run"):
+        nibblas_index("note", "retract", "nothing", *said)
+    assert nibblas_index("note", "attest", digest, *said).exit_code == 2
+    assert nibblas_index("note", "retract", digest, *said, "--ratio", "2").exit_code == 2
 
 
 def test_scan(nibblas_index, tmp_path):

@@ -179,8 +179,11 @@ def test_events_are_recorded(store, item):
     event = Event("dispute", run, "ann", "timer", {"ratio": 1.5}, "2026-01-01T00:00:00+00:00")
     store.record(event)
     assert store.events(run) == [event]
-    with pytest.raises(StoreError, match="digest of no implementation or run"):
+    assert store.subject(item.implementation.slug) == item.implementation.digest
+    with pytest.raises(KeyError, match="no implementation or run"):
         store.record(Event("retract", "nothing"))
+    with pytest.raises(KeyError, match="needs a digest"):
+        store.record(Event("retract", item.implementation.slug))
 
 
 def test_the_text_index_follows(store):

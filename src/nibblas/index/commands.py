@@ -4,6 +4,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -250,6 +251,55 @@ def demo(
     _print_report(report)
     if served:
         run_server(path, host, port, (), 1)
+
+
+class Statement(StrEnum):
+    """What may be said of an implementation or a run; publish and supersede are said by imports."""
+
+    ATTEST = "attest"
+    DISPUTE = "dispute"
+    REFUTE = "refute"
+    RETRACT = "retract"
+
+
+class Attested(StrEnum):
+    """What somebody who ran it himself found."""
+
+    REPRODUCED = "reproduced"
+    NOT_REPRODUCED = "not reproduced"
+
+
+@app.command(no_args_is_help=True)
+def note(
+    statement: Annotated[Statement, typer.Argument(help="What is said.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="Slug or digest of an implementation, or digest of a run.", show_default=False)
+    ],
+    by: Annotated[str, typer.Option(help="Who says it.", show_default=False)],
+    reason: Annotated[str, typer.Option(help="In a sentence.", show_default=False)],
+    outcome: Annotated[Attested | None, typer.Option(help="Of attest: what was found.", show_default=False)] = None,
+    ratio: Annotated[
+        float | None, typer.Option(min=0, help="Of attest: the time found over the time stated.", show_default=False)
+    ] = None,
+    db: Database = None,
+) -> None:
+    """Say something of an implementation or of a run, for good: it can be answered, never changed or taken back.
+
+    Examples:
+
+    - `nibblas index note attest kernelbot-nvfp4-gemv-1 --by me --reason "on my B200" --outcome reproduced`
+    """
+    from nibblas.index.model import Event
+
+    attests = statement is Statement.ATTEST
+    if attests != (outcome is not None) or (ratio is not None and not attests):
+        raise typer.BadParameter("attest needs --outcome and may have --ratio; the others have neither")
+    body = {"outcome": outcome.value if outcome else None, "ratio": ratio}
+    with _writing(db, make=False) as store:
+        subject = store.subject(name)
+        known = {key: value for key, value in body.items() if value is not None}
+        store.record(Event(statement.value, subject, by, reason, known))
+    print(f"{statement.value}: {subject}")
 
 
 @app.command(no_args_is_help=True)

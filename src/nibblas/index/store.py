@@ -182,12 +182,25 @@ class Store:
                 self._conclude(implementation)
 
     def record(self, event: Event) -> None:
-        """Add an event; StoreError where its subject is no implementation and no run."""
-        known = "SELECT 1 FROM implementation WHERE digest = :d UNION ALL SELECT 1 FROM run WHERE digest = :d"
-        if self.connection.execute(known, {"d": event.subject}).fetchone() is None:
-            raise StoreError(f"{event.kind}: {event.subject} is the digest of no implementation or run in {self.path}")
+        """Add an event; KeyError where its subject is the digest of no implementation and no run."""
+        if self.subject(event.subject) != event.subject:
+            raise KeyError(f"{event.subject}: a slug, an event needs a digest")
         with self.transaction():
             self._add_event(event)
+
+    def subject(self, name: str) -> str:
+        """The digest of the current revision of a slug; a digest of an implementation or a run is its own.
+
+        KeyError where there is none of these.
+        """
+        found = self._one(
+            "SELECT digest FROM implementation WHERE digest = ?1 UNION ALL SELECT digest FROM run WHERE digest = ?1"
+            " UNION ALL SELECT digest FROM implementation WHERE slug = ?1 AND current",
+            name,
+        )
+        if found is None:
+            raise KeyError(f"{name}: no implementation or run of this slug or digest in {self.path}")
+        return found[0]
 
     def _insert_implementation(self, item: Item) -> tuple[int, Outcome]:
         new = item.implementation
