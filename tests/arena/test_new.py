@@ -1,6 +1,8 @@
 """A problem made by `arena new` works: it is read, its own submission is right, wrong answers are not."""
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -86,3 +88,29 @@ def test_its_decoding_is_the_formats(problem):
     assert len(codes.unique()) == 256
     assert (int(scales.min()), int(scales.max())) == (115, 138)
     assert reference.to_float64(ScaledTensor(codes, scales, MXFP4)).isfinite().all()
+
+
+def test_its_evaluation_speaks_kernelbots_protocol(tmp_path):
+    folder = new("product", tmp_path)
+    (folder / "task.yml").unlink()  # KernelBot copies the files that it names, not itself
+    (tmp_path / "cases").write_text("m: 2; n: 5; k: 64; seed: 3\n")
+    reading, writing = os.pipe()
+    done = subprocess.run(
+        [sys.executable, "eval.py", "test", str(tmp_path / "cases")],
+        cwd=folder,
+        env={**os.environ, "POPCORN_FD": str(writing), "POPCORN_SEED": "1"},
+        pass_fds=[writing],
+        capture_output=True,
+        text=True,
+    )
+    os.close(writing)
+    with open(reading) as lines:
+        results = dict(line.rstrip().split(": ", 1) for line in lines)
+    assert done.returncode == 0, done.stderr
+    assert results.pop("test.0.message").startswith("the largest error is")
+    assert results == {
+        "test-count": "1",
+        "test.0.spec": "m: 2; n: 5; k: 64; seed: 3",
+        "test.0.status": "pass",
+        "check": "pass",
+    }

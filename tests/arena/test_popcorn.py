@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nibblas.arena.popcorn import exit_code, log
+from nibblas.arena.popcorn import evaluate, exit_code, log
 from nibblas.arena.record import (
     CaseResult,
     Environment,
@@ -92,13 +92,26 @@ def test_benchmarks_count_valid_samples_of_the_ranking_timer():
 
 def test_a_failed_benchmark_gives_no_times():
     refusal = Finding("timer", "refuse", "claims 3 us, took 40 us")
-    case = timed(100, verdict="refused", message="call 2", findings=(refusal, Finding("x", "info", "only told")))
+    case = timed(
+        100,
+        kind="leaderboard",
+        verdict="refused",
+        message="call 2",
+        findings=(refusal, Finding("x", "info", "only told")),
+    )
     found = read(log(replace(RECORD, mode="leaderboard", cases=(TEST, case), verdict="refused", reason="see case 1")))
     assert found["test.0.status"] == "pass"
     assert found["benchmark.0.status"] == "fail"
     assert found["benchmark.0.error"] == "refused: call 2; claims 3 us, took 40 us"
     assert not any(key in found for key in ("benchmark.0.mean", "benchmark.0.runs"))
     assert (found["error"], found["check"]) == ("see case 1", "fail")
+
+
+def test_a_ranked_run_shows_its_ranked_benchmarks_only():
+    unranked = timed(1)
+    record = replace(RECORD, mode="leaderboard", cases=(TEST, unranked, timed(100, kind="leaderboard")))
+    found = read(log(record))
+    assert (found["test-count"], found["benchmark-count"], found["benchmark.0.mean"]) == ("1", "1", "100.0")
 
 
 def test_times_of_a_stand_in_say_so():
@@ -137,3 +150,23 @@ def test_no_value_can_start_a_line(end):
 )
 def test_exit_statuses(verdict, reason, code):
     assert exit_code(replace(RECORD, verdict=verdict, reason=reason)) == code
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "arguments", "status", "says"),
+    [
+        (None, ("test", "cases"), 111, "POPCORN_FD names no descriptor"),
+        ("9", ("test",), 2, "need a mode (test, benchmark, leaderboard, profile) and a file of cases"),
+        ("9", ("script", "cases"), 2, "need a mode"),
+        ("9", ("test", "gone"), 113, "gone"),
+        ("9", ("test", "cases"), 113, "KernelBot can't read 'm: 0.5'"),
+    ],
+)
+def test_an_evaluation_that_can_not_start(descriptor, arguments, status, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cases").write_text("m: 0.5\n")
+    monkeypatch.delenv("POPCORN_FD", raising=False)
+    if descriptor:
+        monkeypatch.setenv("POPCORN_FD", descriptor)
+    assert evaluate(arguments) == status
+    assert says in capsys.readouterr().err

@@ -2,10 +2,16 @@
 
 import base64
 import math
+import os
 import statistics
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
 
-from nibblas.arena.record import CaseResult, Record
+from nibblas.arena.problem import ArenaError, Case, Task, TaskFile, parse_case
+from nibblas.arena.record import CaseResult, Mode, Record
 
 # Exit statuses of KernelBot's evaluation programs.
 OK = 0
@@ -19,13 +25,13 @@ TIMEOUT = 114
 
 
 def log(record: Record) -> str:
-    """The lines of a run: tests, then benchmarks, then `check`. Each value stays on its line, whatever it holds."""
+    """The lines of a run: its tests, the benchmarks of its own mode, then `check`. No value can leave its line."""
     return "".join(f"{key}: {_on_one_line(str(value))}\n" for key, value in _entries(record))
 
 
 def _entries(record: Record) -> Iterator[tuple[str, object]]:
     tests = [case for case in record.cases if case.kind == "test"]
-    benchmarks = [case for case in record.cases if case.kind != "test"]
+    benchmarks = [case for case in record.cases if case.kind == record.mode != "test"]
     if tests or record.mode == "test":
         yield "test-count", len(tests)
     for i, case in enumerate(tests):
@@ -89,3 +95,69 @@ def exit_code(record: Record) -> int:
     if record.verdict == "crashed":
         return CUDA_FAILED if "CUDA error" in record.reason else FAILED
     return {"correct here": OK, "wrong": WRONG, "refused": WRONG, "timeout": TIMEOUT}.get(record.verdict, FAILED)
+
+
+# Where KernelBot puts the submission, beside the other files of the problem.
+SUBMISSION_NAME = "submission.py"
+OUTER_TIMEOUT = 24 * 3600.0  # seconds; KernelBot has a timeout of its own around the program
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Judge submission.py in the current folder as an evaluation program of KernelBot: its exit status.
+
+    arguments : a mode, and a file with a case on each line. The results go to the file descriptor POPCORN_FD names.
+    Seeds are secret in any case; POPCORN_SEED is not needed and not read.
+    """
+    descriptor = os.environ.get("POPCORN_FD")
+    if not descriptor:
+        return _complain(
+            "POPCORN_FD names no descriptor; by hand, use `nibblas arena run . submission.py`", NO_DESCRIPTOR
+        )
+    modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
+    if len(arguments) != 2 or arguments[0] not in modes:
+        return _complain(f"need a mode ({', '.join(modes)}) and a file of cases", BAD_ARGUMENTS)
+    mode = modes[arguments[0]]
+    import torch
+
+    from nibblas.arena.run import Options, run
+    from nibblas.arena.submission import read_submission
+
+    try:
+        task = _task_here(mode, Path(arguments[1]))
+        submission = read_submission(SUBMISSION_NAME, task)
+    except (ArenaError, OSError) as error:
+        return _complain(str(error), BAD_CASES)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as scratch, os.fdopen(int(descriptor), "w") as results:
+        record = run(task, submission, Options(mode, device, dialect="kernelbot"), Path(scratch, "record.json"))
+        results.write(log(record))
+    return exit_code(record)
+
+
+def _complain(text: str, status: int) -> int:
+    print(f"nibblas: {text}", file=sys.stderr)
+    return status
+
+
+def _task_here(mode: Mode, cases: Path) -> Task:
+    """The problem whose files lie in the current folder, with the cases of a file."""
+    lines = [line for line in cases.read_text().splitlines() if line.strip()]
+    found = tuple(Case(parse_case(line), line) for line in lines)
+    here = Path.cwd()
+    names = sorted(path for path in here.glob("*.py") if path.name != SUBMISSION_NAME)
+    return Task(
+        here,
+        here.name,
+        "py",
+        "",
+        tuple(TaskFile(path.name, path, path.read_bytes()) for path in names),
+        SUBMISSION_NAME,
+        {"main": "eval.py"},
+        tests=found if mode == "test" else (),
+        benchmarks=found if mode != "test" else (),
+        test_timeout=OUTER_TIMEOUT,
+        benchmark_timeout=OUTER_TIMEOUT,
+        ranked_timeout=OUTER_TIMEOUT,
+        ranking_by="geom",
+        dialect="kernelbot",
+    )
