@@ -395,9 +395,13 @@ def matrix(facts: Iterable[CompatFact]) -> dict[str, dict[FactKind, list[CompatF
     """The five kinds of facts by what each is about: a device, an architecture, a thing that is needed."""
     found: dict[str, dict[FactKind, list[CompatFact]]] = {}
     for fact in facts:
-        about = fact.gpu or fact.arch or fact.needs or "everywhere"
-        found.setdefault(about, {kind: [] for kind in KINDS})[fact.kind].append(fact)
+        found.setdefault(subject(fact), {kind: [] for kind in KINDS})[fact.kind].append(fact)
     return found
+
+
+def subject(fact: CompatFact) -> str:
+    """What a fact is about."""
+    return fact.gpu or fact.arch or fact.needs or "everywhere"
 
 
 def run_groups(runs: Iterable[RunLine]) -> list[tuple[str, list[RunLine]]]:
@@ -421,17 +425,18 @@ def technique_groups(found: Iterable[TechniqueUse]) -> list[tuple[str, list[Tech
     ]
 
 
-def cited(dossier: Dossier, path: str) -> set[int]:
-    """The lines of a file that a finding, a fact or an answer names."""
+def cited(dossier: Dossier, path: str) -> dict[int, list[str]]:
+    """What was found on each line of a file, in a word or two: a technique, a licence, a fact."""
     licence = dossier.licence
-    groups: tuple[Iterable[Any], ...] = (
-        *(use.findings for use in dossier.techniques),
-        licence.findings,
-        licence.third_party,
-        dossier.facts,
-        dossier.hardware,
-    )
-    return {entry.line for group in groups for entry in group if entry.path == path and entry.line}
+    named: list[tuple[str, Iterable[Any]]] = [(use.technique.name, use.findings) for use in dossier.techniques]
+    named += [("licence", licence.findings), ("third party", licence.third_party)]
+    named += [(f"{fact.kind}: {subject(fact)}", (fact,)) for fact in dossier.facts]
+    found: dict[int, dict[str, None]] = {}
+    for name, entries in named:
+        for entry in entries:
+            if entry.path == path and entry.line:
+                found.setdefault(entry.line, {})[name] = None
+    return {line: list(names) for line, names in sorted(found.items())}
 
 
 def changed(dossier: Dossier) -> Iterator[tuple[str, str, list[listing.Row] | None]]:
