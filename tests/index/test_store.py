@@ -99,6 +99,20 @@ def test_a_local_file_does_not_supersede_one_from_another_place(store):
         store.add(there)
 
 
+def test_a_local_file_that_is_as_it_was_is_current_again(store):
+    def version(code: bytes):
+        return make_item(slug="kernels-a", code=code, source=Source("file", "~/kernels"), record="a.py")
+
+    first, second = version(b"a = 1\n"), version(b"b = 2\n")
+    assert [store.add(item) for item in (first, second, first)] == ["added", "revised", "revised"]
+    assert store.implementation("kernels-a").digest == first.implementation.digest
+    third = version(b"c = 3\n")
+    assert store.add(third) == "revised"
+    now = store.implementation("kernels-a")
+    assert (now.revision, now.supersedes) == (3, first.implementation.digest)
+    assert [event.kind for event in store.events()].count("supersede") == 3
+
+
 def test_files_are_kept_once(store):
     store.add(make_item(1))
     store.add(make_item(2))

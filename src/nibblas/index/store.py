@@ -54,6 +54,8 @@ except ImportError:  # Windows
 
 SCHEMA = Path(__file__).parent / "schema"
 APPLICATION_ID = 0x6E69626C  # "nibl", in the file's header
+# Kinds of source of which only what they hold now is current; a data set's older snapshot supersedes nothing.
+LOCAL = ("file", "nibblas")
 RANKING_METRICS = ("latency", "score")
 
 Outcome = Literal["added", "revised", "updated", "unchanged"]
@@ -136,9 +138,9 @@ class Store:
     def add(self, item: Item, scans: Mapping[str, Scan] | None = None) -> Outcome:
         """Store an item, in one transaction. `scans` holds what the rules found in its files, by path.
 
-        A known implementation (by digest) gains the runs, facts, claims and events that it lacks: "updated", or
-        "unchanged" where there are none. A new one under a known slug becomes the revision that supersedes the current
-        one: "revised".
+        A known implementation (by digest) gains the runs, facts and claims that it lacks: "updated", or "unchanged"
+        where there are none. A new one under a known slug becomes the revision that supersedes the current one:
+        "revised". So does an earlier revision that is what a local source holds again.
 
         Raises ValueError where contents and files do not fit, and StoreError where the slug of a local file belongs to
         a file from another place.
@@ -146,14 +148,18 @@ class Store:
         implementation = item.implementation
         _check_contents(item)
         with self.transaction():
-            found = self._one("SELECT id FROM implementation WHERE digest = ?", implementation.digest)
+            found = self._one("SELECT id, current FROM implementation WHERE digest = ?", implementation.digest)
             outcome: Outcome = "unchanged"
             if found is None:
                 key, outcome = self._insert_implementation(item)
             else:
-                (key,) = found
+                key, is_current = found
                 if self._describe(key, implementation):
                     outcome = "updated"
+                if not is_current and implementation.source.kind in LOCAL:
+                    self._supersede(implementation, now())
+                    self.connection.execute("UPDATE implementation SET current = 1 WHERE id = ?", (key,))
+                    outcome = "revised"
             for workload in item.workloads:
                 self._workload(workload)
             new = [self._add_run(key, implementation.digest, run) for run in item.runs]
@@ -205,30 +211,15 @@ class Store:
     def _insert_implementation(self, item: Item) -> tuple[int, Outcome]:
         new = item.implementation
         at = new.imported_at or now()
-        before = self._one(
-            "SELECT i.id, i.digest, i.revision, s.kind, s.locator, i.record FROM implementation i"
-            " JOIN source s ON s.id = i.source WHERE i.slug = ? AND i.current",
-            new.slug,
-        )
-        revision, supersedes = 1, None
-        if before:
-            supersedes, digest, last, kind, locator, record = before
-            # A local file's name says nothing about files elsewhere; all other slugs name one thing everywhere.
-            if "file" in (kind, new.source.kind) and (locator, record) != (new.source.locator, new.record):
-                raise StoreError(
-                    f"slug {new.slug} belongs to {record or locator} from {locator}; give another by --slug"
-                )
-            revision = last + 1
-            self.connection.execute("UPDATE implementation SET current = 0 WHERE id = ?", (supersedes,))
-            self.connection.execute("DELETE FROM searched WHERE implementation = ?", (supersedes,))
-            self.connection.execute("DELETE FROM implementation_technique WHERE implementation = ?", (supersedes,))
-            self._add_event(Event("supersede", digest, body={"by": new.digest}, at=at))
+        before = self._supersede(new, at)
+        (last,) = self._the("SELECT ifnull(max(revision), 0) FROM implementation WHERE slug = ?", new.slug)
+        revision = last + 1
         key = self._insert(
             "implementation",
             digest=new.digest,
             slug=new.slug,
             revision=revision,
-            supersedes=supersedes,
+            supersedes=before,
             current=1,
             name=new.name,
             operation=self._operation(new.operation) if new.operation else None,
@@ -249,7 +240,26 @@ class Store:
             scan = self._scan(self._file(file, item.contents[file.path]), file.media_type)
             self._insert("implementation_file", implementation=key, path=file.path, scan=scan)
         self._add_event(Event("publish", new.digest, body={"slug": new.slug, "revision": revision}, at=at))
-        return key, "revised" if before else "added"
+        return key, "added" if before is None else "revised"
+
+    def _supersede(self, new: Implementation, at: str) -> int | None:
+        """Let the slug's current revision make room for another; its key."""
+        before = self._one(
+            "SELECT i.id, i.digest, s.kind, s.locator, i.record FROM implementation i JOIN source s ON s.id = i.source"
+            " WHERE i.slug = ? AND i.current",
+            new.slug,
+        )
+        if before is None:
+            return None
+        key, digest, kind, locator, record = before
+        # A local file's name says nothing about files elsewhere; all other slugs name one thing everywhere.
+        if "file" in (kind, new.source.kind) and (locator, record) != (new.source.locator, new.record):
+            raise StoreError(f"slug {new.slug} belongs to {record or locator} from {locator}; give another by --slug")
+        self.connection.execute("UPDATE implementation SET current = 0 WHERE id = ?", (key,))
+        self.connection.execute("DELETE FROM searched WHERE implementation = ?", (key,))
+        self.connection.execute("DELETE FROM implementation_technique WHERE implementation = ?", (key,))
+        self._add_event(Event("supersede", digest, body={"by": new.digest}, at=at))
+        return key
 
     def _describe(self, key: int, implementation: Implementation) -> bool:
         """Keep what an importer read from the files; whether that was new."""
