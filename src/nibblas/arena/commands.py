@@ -1,6 +1,7 @@
 """The commands `nibblas arena run | show | new | lint`. Only typer and rich are imported before one runs."""
 
 import shlex
+import signal
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -99,6 +100,8 @@ def _run(
         raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
     path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
     path = path.absolute()
+    # An end by SIGTERM, as by Ctrl-C, leaves a record that can be resumed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = Options(
         mode.value,
         device,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from nibblas.arena import correctness
 from nibblas.arena.coverage import coverage
@@ -41,6 +42,7 @@ from nibblas.arena.wire import (
 MAX_TEXT = 8000  # characters of a message that are sent
 PROBING = 3.0  # seconds that may be spent on finding out which inputs matter
 PARTS = 8  # of a storage, each of which may matter or not
+LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
 
 
 class Judge:
@@ -53,7 +55,8 @@ class Judge:
         self.inputs: Room | None = None
         self.outputs: Room | None = None
         self.filled: tuple[str, ...] = ()
-        self.expected: Any = None
+        self.expected: Any = None  # what the reference returns, without its values
+        self.is_large = False
         self.harden: Hardener | None = None
 
     def load(self, request: dict) -> dict:
@@ -102,18 +105,23 @@ class Judge:
             **facts,
         }
 
-    def _first_call(self) -> dict:
-        facts: dict[str, Any] = {"coverage": [asdict(found) for found in coverage(self.data)]}
+    def _first_call(self) -> dict[str, Any]:
+        parcel = pack(self.data)
+        facts: dict[str, Any] = {}
+        self.is_large = parcel.nbytes > LARGE
+        if not self.is_large:
+            facts["coverage"] = [asdict(found) for found in coverage(self.data)]
         if self.ref_kernel is None:
             return facts
-        parcel = pack(self.data)
         started = time.monotonic()
-        self.expected = self.ref_kernel(copy_of(parcel))
+        expected = self.ref_kernel(copy_of(parcel))
         one = time.monotonic() - started
+        facts["written_bytes"] = sum(t.nbytes for t in correctness.named_tensors(expected, "result").values())
+        self.expected = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), expected)
+        del expected
         self.filled = output_arguments(self.data, self.ref_kernel)
         if one * 2 < PROBING:
             facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, PROBING)
-        facts["written_bytes"] = sum(t.nbytes for t in correctness.named_tensors(self.expected, "result").values())
         return facts
 
     def room(self, request: dict) -> dict:
@@ -132,13 +140,15 @@ class Judge:
         if self.expected is not None and (unlike := _unlike(output, self.expected, "the output")):
             return {"good": False, "message": unlike}
         reply: dict[str, Any] = {}
-        if request["measure"]:
+        if request["measure"] and not self.is_large:
             reply["errors"] = self._errors(output)
         data = copy_of(pack(self.data)) if request["again"] else self.data
         try:
             result = self.reference.check_implementation(data, output)
         except Exception as error:
             return {**reply, "good": False, "message": f"the problem's check failed: {_brief(error)}"}
+        if isinstance(result, str):  # the first problems returned what is wrong, or nothing
+            result = not result, result
         good, message = result if isinstance(result, tuple | list) else (result, "")
         return {
             **reply,

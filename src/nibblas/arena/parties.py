@@ -22,6 +22,7 @@ from nibblas.arena.wire import MAX_REPLY, Channel, ProtocolError, Returned, Unse
 
 WITHHELD = ("reference.py", "eval.py")  # files of a problem that a submission doesn't get
 EMPTY_CALLS = 20
+NS_PER_BYTE = 2.0  # of CPU time, that moving data into a worker and out of it may take
 PATIENCE = 3600.0  # seconds that the judge may take, whose work is no contestant's fault
 STARTING = 300.0  # seconds for a process to start and to import torch
 KEPT_TEXT = 2000  # characters of an error that the record keeps
@@ -50,6 +51,11 @@ class Made:
     parcel: dict
     names: list[str]  # of the storages
     facts: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the data's storages."""
+        return sum(nbytes for _, nbytes, _ in self.parcel["storages"])
 
     def close(self) -> None:
         """Let go of the shared memory."""
@@ -138,11 +144,16 @@ class JudgeProcess:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a submission as both sides saw it. Nanoseconds; `aside_ns` is for describing and fetching."""
+    """One call of a submission as both sides saw it.
+
+    Nanoseconds. `inside_ns` is CPU time that the worker used for the call, beyond that for a call of nothing;
+    `outside_ns` what it used before and after, for taking data and handing over output, beyond what that takes.
+    """
 
     spans: dict
     observed_ns: int
-    aside_ns: int
+    inside_ns: int
+    outside_ns: int
     returned: Returned
     stand_ins: tuple[str, ...]
     changed: tuple[str, ...] = ()  # data that the submission wrote to and did not return
@@ -162,16 +173,20 @@ class Contestant:
     seconds: float = 180.0  # for one request
     allow: Sequence[str] = ()
     sandbox: Sandbox | None = None
+    is_ready: bool = False
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
+    empty_inside_ns: float = 0.0
+    empty_outside_ns: float = 0.0
     timers: tuple[str, ...] = ()
     flush_bytes: int = 0
     used: set[str] = field(default_factory=set)
 
-    def start(self) -> None:
-        """Start the worker, time calls of a function that does nothing, and load the submission; or FaultError."""
+    def launch(self) -> None:
+        """Start the worker's process, if there is none."""
         if self.sandbox is not None:
             return
+        self.is_ready = False
         files = {file.name: file.content for file in self.task.files if file.name not in WITHHELD}
         on_cpu = self.device == "cpu"
         self.sandbox = Sandbox(
@@ -184,38 +199,51 @@ class Contestant:
         )
         self.isolation = self.sandbox.isolation
         self.channel = Channel(self.sandbox.end, MAX_REPLY)
+
+    def start(self) -> None:
+        """Launch, time calls of a function that does nothing, and load the submission; FaultError where it fails."""
+        self.launch()
+        if self.is_ready:
+            return
         told = self._ask("start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins))
         self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
-        self.empty_ns = self._empty_call()
+        self._time_empty_calls()
         loaded = self._ask("load", self.seconds, main=self.submission.main)
         self._raise_if_failed(loaded, "the submission can't be loaded")
         self.used |= set(_words(loaded.get("stand_ins")))
+        self.is_ready = True
 
-    def _empty_call(self) -> float:
-        """What the runner sees of a call of nothing, beyond what the worker claims of it."""
-        beyond = []
+    def _time_empty_calls(self) -> None:
+        """What the runner sees of a call of nothing beyond its claim, and the CPU time that is used around it."""
+        beyond, inside, outside = [], [], []
         for _ in range(EMPTY_CALLS):
+            used = self._cpu_ns()
             self._ask("prepare", STARTING)
+            prepared = self._cpu_ns()
             started = time.perf_counter_ns()
             spans = self._ask("call", STARTING)["spans"]
             beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]])
-        return median(beyond)
+            called = self._cpu_ns()
+            self._ask("describe", STARTING)
+            inside.append(called - prepared)
+            outside.append(prepared - used + self._cpu_ns() - called)
+        self.empty_ns = median(beyond)
+        self.empty_inside_ns, self.empty_outside_ns = median(inside), median(outside)
 
-    def prepare(self, made: Made, *, elsewhere: bool) -> None:
-        """Hand over the data of the next call."""
-        self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
+    def call(self, made: Made, room: Callable[[int], int], device_type: str, *, elsewhere: bool, inspect: bool) -> Call:
+        """Hand over the data, call the submission, and fetch what it returned.
 
-    def call(self, made: Made, room: Callable[[int], int], device_type: str, *, inspect: bool) -> Call:
-        """Call the submission on data that was prepared, and fetch what it returned.
-
-        `room` gives shared memory for so many bytes; with `inspect` the data is looked at again. FaultError for any
-        failure of the submission.
+        `room` gives shared memory for so many bytes; `elsewhere` puts the data at new addresses; with `inspect` it is
+        looked at again. FaultError for any failure of the submission.
         """
+        used = self._cpu_ns()
+        self._prepare(made, elsewhere)
+        prepared = self._cpu_ns()
         started = time.perf_counter_ns()
         reply = self._ask("call", self.seconds)
         observed = time.perf_counter_ns() - started
+        called = self._cpu_ns()
         self._raise_if_failed(reply, "")
-        started = time.perf_counter_ns()
         told = self._ask("describe", self.seconds)
         try:
             returned = checked(told.get("output"), device_type)
@@ -229,15 +257,30 @@ class Contestant:
         finally:
             for fd in fds:
                 os.close(fd)
-        aside = time.perf_counter_ns() - started
+        outside = prepared - used + self._cpu_ns() - called - self.empty_outside_ns
+        moved = made.nbytes * (2 if inspect else 1) + 2 * returned.nbytes
         changed = tuple(name for number, name in enumerate(made.names) if number in _numbers(fetched.get("changed")))
         stand_ins = _words(told.get("stand_ins"))
         self.used |= set(stand_ins)
-        return Call(reply.get("spans", {}), observed, aside, returned, stand_ins, changed)
+        return Call(
+            reply.get("spans", {}),
+            observed,
+            round(called - prepared - self.empty_inside_ns),
+            round(outside - moved * NS_PER_BYTE),
+            returned,
+            stand_ins,
+            changed,
+        )
+
+    def _prepare(self, made: Made, elsewhere: bool) -> None:
+        self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
+
+    def _cpu_ns(self) -> int:
+        return self.sandbox.cpu_ns() if self.sandbox else 0
 
     def profile(self, made: Made) -> str:
         """The table of torch's profiler for one call."""
-        self.prepare(made, elsewhere=True)
+        self._prepare(made, elsewhere=True)
         reply = self._ask("profile", self.seconds)
         self._raise_if_failed(reply, "")
         return str(reply.get("report", ""))

@@ -5,6 +5,7 @@ code of the problem and none of the submission.
 """
 
 import hashlib
+import os
 import platform
 import random
 import secrets
@@ -198,12 +199,13 @@ class _Run:
         try:
             with ExitStack() as stack:
                 names = standins.ALL if self.options.stand_ins == "auto" else ()
-                self.progress("starting the judge")
-                self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
-                stack.callback(self.judge.close)
+                self.progress("starting")
                 self.contestants = [self._contestant(entry, names) for entry in self._entries()]
                 for contestant in self.contestants:
                     stack.callback(contestant.stop)
+                    contestant.launch()  # they import torch while the judge does
+                self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
+                stack.callback(self.judge.close)
                 self._stages()
         except JudgeError as error:
             rest = [self._empty(kind, case, "incompatible", str(error)) for kind, case in self._planned()]
@@ -353,6 +355,8 @@ class _Case:
         self.message, self.report = "", ""
         self.calls = 0
         self.samples: list[Sample] = []
+        self.inside: list[float] = []  # CPU time of each call, and around it
+        self.outside: list[float] = []
         self.first_call_ns: float | None = None
         self.errors: tuple[Errors, ...] = ()
         self.coverage: tuple[Coverage, ...] = ()
@@ -453,8 +457,7 @@ class _Case:
         run = self.run
         is_own, inspect = contestant is run.contestants[0], index < 3 or index % INSPECTED == 0
         elsewhere = run.shuffled.random() < 0.5
-        contestant.prepare(made, elsewhere=elsewhere)
-        call = contestant.call(made, run.judge.room, run.device.type, inspect=inspect)
+        call = contestant.call(made, run.judge.room, run.device.type, elsewhere=elsewhere, inspect=inspect)
         throttled = run.clocks.throttled()
         self.calls += is_own
         busy, since = (contestant.busy_seconds(), time.monotonic()) if inspect else (0.0, 0.0)
@@ -462,6 +465,8 @@ class _Case:
         if inspect:
             self._look_for_idle_work(contestant.busy_seconds() - busy, time.monotonic() - since)
         if is_own:
+            self.inside.append(call.inside_ns)
+            self.outside.append(call.outside_ns)
             self.errors = correctness.largest([*self.errors, *errors])
             self.stand_ins |= set(call.stand_ins)
             for name in call.changed:
@@ -518,8 +523,10 @@ class _Case:
     def _judge_times(self) -> None:
         protocol = self.run.record.protocol
         for finding in (
-            timing.disagreement(self.samples, protocol.empty_call_ns or 0.0, protocol.timer),
-            timing.hidden_work(self.samples),
+            timing.unseen_time(self.samples, protocol.empty_call_ns or 0.0, protocol.timer),
+            timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
+            timing.other_streams(self.samples),
+            timing.outside_work(self.samples, self.outside, protocol.timer, self.run.threads),
         ):
             if finding is not None:
                 self._find(finding)

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -98,6 +99,7 @@ class Sandbox:
             os.close(writing)
         self._told = open(reading)  # noqa: SIM115 - it lives as long as the launcher
         self._printed, self._count = bytearray(), 0
+        self._clock: int | None = None
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
         with suppress(BrokenPipeError):
@@ -155,9 +157,22 @@ class Sandbox:
         if sum(process.threads for process in processes) > MAX_PROCESSES:
             raise ExcessError(f"it ran more than {MAX_PROCESSES} processes and threads")
 
-    def processes(self) -> Iterator["Process"]:
+    def processes(self) -> Iterator[Process]:
         """All processes of the program but the launcher's own two."""
         return (process for process in descendants(self.launcher.pid) if not process.is_launcher)
+
+    def cpu_ns(self) -> int:
+        """CPU time that the program's own process has used; 0 where it is gone."""
+        if self._clock is None:
+            found = list(self.processes())
+            pids = {process.pid for process in found}
+            first = next((process.pid for process in found if process.parent not in pids), None)
+            # The clock of another process: clock_getcpuclockid(3).
+            self._clock = None if first is None else (~first << 3) | 2
+        try:
+            return 0 if self._clock is None else time.clock_gettime_ns(self._clock)
+        except OSError:
+            return 0
 
     def end_all(self) -> Ended | None:
         """End the program and all that it started, and say how it had ended by itself; None where it had not."""

@@ -9,19 +9,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nibblas.arena.record import Finding, PairedRatio, Sample, Statistics
+from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics
 from nibblas.statistics import median_interval, paired_ratio
 
+REFUSE: Severity = "refuse"
+FLAG: Severity = "flag"
 WARMUP = 2  # calls of a case, by the same requests as all others, whose times don't count
 AT_LEAST = 10  # samples before the interval may end a case
 FEWEST = 3  # samples that are taken however little time there is
 PRECISION = 0.01  # of the median: half the width of its interval
 CONFIDENCE = 0.95
-# What may lie between claimed and seen times of an honest call: a share of the time, and what scheduling costs the
-# reply; on a CPU also that the call left the caches cold.
+# What may lie between the claimed and the seen time of an honest call: a share of it, and what scheduling costs.
 SHARE = 0.25
-SLACK_NS = {"host": 100e3, "event": 30e3}
+EVENT_SLACK_NS, HOST_SLACK_NS = 30e3, 20e6
+CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
 TAIL_NS = 20e3  # for which a device may go on after the last event of a call has come
+OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
 FLOOR_SHARE = 0.75  # of a floor: measured bandwidths are those of one access pattern, others reach somewhat more
 
 
@@ -77,11 +80,12 @@ def below_floor(sample_ns: float, floor: float | None) -> bool:
     return floor is not None and sample_ns < FLOOR_SHARE * floor
 
 
-def disagreement(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
+def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
     `empty_ns` is what the runner sees of a call of nothing, beyond its claim. The medians over a case are compared,
-    since a single call may have had to wait for the machine.
+    since a single call may have had to wait for the machine. On a CPU that others use too, waiting is all that this can
+    show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter test there.
     """
     pairs = [
         (ns, sample.observed_ns - empty_ns)
@@ -90,19 +94,46 @@ def disagreement(samples: Sequence[Sample], empty_ns: float, timer: str) -> Find
     ]
     if len(pairs) < FEWEST:
         return None
+    share, slack, severity = (SHARE, EVENT_SLACK_NS, REFUSE) if timer == "event" else (1.0, HOST_SLACK_NS, FLAG)
     missing = median_interval([seen - ns for ns, seen in pairs], confidence=0.99)
     usual = median_interval([ns for ns, _ in pairs]).value
-    if missing.low <= SHARE * max(usual, 0.0) + SLACK_NS[timer]:
+    if missing.low <= share * usual + slack:
         return None
     return Finding(
         "timer",
-        "refuse",
+        severity,
         f"the {timer} timer claims {usual / 1e3:.1f} us a call, and the runner saw {missing.value / 1e3:.1f} us more",
         evidence={"claimed_ns": usual, "missing_ns": missing.value, "missing_low_ns": missing.low},
     )
 
 
-def hidden_work(samples: Sequence[Sample]) -> Finding | None:
+def unseen_cpu_time(samples: Sequence[Sample], inside_ns: Sequence[float], timer: str, cpus: int) -> Finding | None:
+    """A finding where a call used more CPU time than so many CPUs have in the time that the host's timer claims.
+
+    `inside_ns` is the CPU time of each call beyond that of a call of nothing, in the order of the samples. Unlike the
+    clock it does not tick while the worker waits for the machine.
+    """
+    pairs = [
+        (ns, used - cpus * ns)
+        for sample, used in zip(samples, inside_ns, strict=False)
+        if (ns := sample.claimed_ns.get("host")) is not None
+    ]
+    if timer != "host" or len(pairs) < FEWEST:
+        return None
+    more = median_interval([more for _, more in pairs], confidence=0.99)
+    usual = median_interval([ns for ns, _ in pairs]).value
+    if more.low <= SHARE * usual + CPU_SLACK_NS:
+        return None
+    return Finding(
+        "timer",
+        REFUSE,
+        f"the host timer claims {usual / 1e3:.1f} us a call, in which {more.value / 1e3:.1f} us more of CPU time were "
+        "used than there are",
+        evidence={"claimed_ns": usual, "more_ns": more.value, "more_low_ns": more.low, "cpus": cpus},
+    )
+
+
+def other_streams(samples: Sequence[Sample]) -> Finding | None:
     """A finding where the device went on after the last event: work on streams that the events don't see."""
     tails = [tail for sample in samples if (tail := sample.claimed_ns.get("tail")) is not None]
     if len(tails) < FEWEST:
@@ -112,9 +143,28 @@ def hidden_work(samples: Sequence[Sample]) -> Finding | None:
         return None
     return Finding(
         "side-stream",
-        "refuse",
+        REFUSE,
         f"the device went on for {found.value / 1e3:.1f} us after the last event of a call",
         evidence={"tail_ns": found.value, "tail_low_ns": found.low},
+    )
+
+
+def outside_work(samples: Sequence[Sample], outside_ns: Sequence[float], timer: str, threads: int) -> Finding | None:
+    """A finding where a worker uses CPU time for handing over data and output as if it computed there.
+
+    `outside_ns` is what was used beyond the need, for each call. Threads that have computed may go on spinning a while.
+    """
+    usual = claimed(samples, timer)
+    if len(usual) < FEWEST:
+        return None
+    found = median_interval(outside_ns, confidence=0.99)
+    if found.low <= OUTSIDE_NS * max(threads, 1) + median_interval(usual).value:
+        return None
+    return Finding(
+        "outside-work",
+        FLAG,
+        f"the worker used {found.value / 1e6:.1f} ms of CPU time a call outside the call",
+        evidence={"outside_ns": found.value, "outside_low_ns": found.low},
     )
 
 
