@@ -80,7 +80,26 @@ def test_complex_codes_and_empty_outputs():
     codes = torch.tensor([1, 2], dtype=torch.uint8)
     (found,) = errors((codes + 1).view(torch.float4_e2m1fn_x2), reference_answer(codes.view(torch.float4_e2m1fn_x2)))
     assert (found.max_absolute, found.max_ulp) == (1.0, None)
-    assert errors(torch.empty(0, 3), reference_answer(torch.empty(0, 3)))[0].elements == 0
+    (empty,) = errors(torch.empty(0, 3), reference_answer(torch.empty(0, 3)))
+    assert (empty.elements, empty.max_absolute, empty.worst_index) == (0, 0.0, ())
+
+
+def test_large_outputs_are_compared_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("nibblas.arena.correctness.CHUNK", 5)
+    answer = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+    got = answer.float().clone()
+    got[3, 2] += 0.5
+    got[1, 1] = math.nan
+    (found,) = errors(got, exact(answer))
+    assert (found.max_absolute, found.worst_index, found.special_mismatches) == (0.5, (3, 2), 1)
+    kept = torch.cat([answer.flatten()[:7], answer.flatten()[8:]])
+    assert found.rms == pytest.approx(kept.square().mean().sqrt().item())
+
+
+def test_a_float64_run_that_may_not_fit_in_memory_is_not_tried(monkeypatch):
+    monkeypatch.setattr("nibblas.arena.correctness.free_memory", lambda: 6 * 8 * 4 - 1)
+    assert exact_answer("any", torch.ones(4), lambda x: x) is None
+    assert exact_answer("any", torch.ones(3), lambda x: x) is not None
 
 
 def test_outputs_must_be_the_answers():

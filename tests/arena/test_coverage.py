@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nibblas.arena.coverage import bytes_of, combined, coverage, ranges_of
+from nibblas.arena.coverage import bytes_of, combined, coverage, gaps, ranges_of
 
 FP4 = torch.float4_e2m1fn_x2
 
@@ -73,3 +73,23 @@ def test_several_calls_together():
 def test_ranges_have_an_inverse():
     for codes in (set(), {0}, {255}, set(range(256)), {1, 2, 5, 6, 7, 200}):
         assert bytes_of(ranges_of(codes)) == codes
+
+
+def test_large_tensors_are_read_piece_by_piece(monkeypatch):
+    values = torch.tensor([[0.0, -1.0, 2.0], [4.0, -0.5, math.inf]]).t()
+    whole = one(values), one(torch.arange(9, dtype=torch.uint8).view(FP4))
+    monkeypatch.setattr("nibblas.arena.coverage.CHUNK", 2)
+    assert (one(values), one(torch.arange(9, dtype=torch.uint8).view(FP4))) == whole
+    assert (whole[0].zero, whole[0].negative, whole[0].smallest, whole[0].largest) == (1 / 6, 1 / 3, 0.5, 4.0)
+
+
+def test_gaps_in_words():
+    codes = torch.tensor([0x01, 0x02], dtype=torch.uint8).view(FP4)
+    scales = torch.tensor([0.0, 1.0]).to(torch.float8_e4m3fn)
+    assert gaps(coverage((codes, codes, scales))) == (
+        "data[0], data[1]: only 2 of 16 codes in low nibbles (12), 1 of 16 codes in high nibbles (0)",
+        "data[2]: only 2 scale codes (00 38)",
+    )
+    assert gaps(coverage((scales, torch.zeros(2, dtype=torch.uint8)))) == ()  # no FP4 here
+    every = torch.arange(256, dtype=torch.uint8)
+    assert gaps(coverage((every.view(FP4), every.view(torch.float8_e4m3fn)))) == ()

@@ -6,10 +6,12 @@ run on inputs cast to float64, and only if no operation in it computed in a narr
 """
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nibblas.arena.products import exact_products
 from nibblas.arena.record import Errors
+from nibblas.memory import free_memory
 
 # Dtypes without arithmetic: their bytes are compared.
 _CODES = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
@@ -38,6 +41,8 @@ _MOVES = {
     *("new_zeros", "ones_like", "repeat", "roll", "select_scatter", "slice_scatter", "stack", "where", "zero_"),
     *("_reshape_alias", "_unsafe_view", "index_copy_", "masked_fill_", "new_empty_strided", "resize_", "zeros_like"),
 }
+CHUNK = 2**24  # elements that are compared at a time
+WORKING_COPIES = 6  # of the inputs in float64, that a reference may hold at once
 OF_SIZE = 0.01  # of an element's expected size, beside rounding
 
 
@@ -162,43 +167,65 @@ def _errors(
 ) -> Errors:
     if got.shape != answer.shape:
         raise ValueError(f"errors: {name} has shape {tuple(got.shape)}, the answer {tuple(answer.shape)}")
-    dtype = str(got.dtype)
-    got, answer = got.detach(), answer.detach().to(got.device)
-    counted = (not got.is_floating_point() and not got.is_complex()) or got.dtype in _CODES
-    if counted:
-        # In integers, so that large ones that differ by one are not taken for equal.
-        found, right = (_bytes(t).long() for t in (got, answer))
-        error, fine = (found - right).abs().double(), torch.ones_like(found, dtype=torch.bool)
-        found, right = found.double(), right.double()
-        mismatches = 0
-    else:
-        found, right = _real(got), _real(answer)
-        rounded = right.to(torch.float64 if got.is_complex() else got.dtype).double()
-        fine = found.isfinite() & rounded.isfinite()
-        mismatches = int((~fine & (found != rounded) & ~(found.isnan() & rounded.isnan())).sum())
-        error = torch.where(fine, (found - right).abs(), 0.0)
-    if not error.numel():
-        return Errors(name, against, dtype, 0, None if counted else 0.0, 0.0, None, None, (), None, None)
-    finite_right = right[fine]
-    rms = finite_right.square().mean().sqrt().item() if finite_right.numel() else 0.0
-    worst = error.argmax()
-    index = tuple(int(i) for i in torch.unravel_index(worst, error.shape))
-    largest_error = error.max().item()
+    found = _Largest(got.dtype)
+    flat_got, flat_answer = (t.detach().to(got.device).reshape(-1) for t in (got, answer))
+    flat_size = None if size is None else size.to(got.device).reshape(-1)
+    for start in range(0, got.numel(), CHUNK):
+        run = slice(start, start + CHUNK)
+        found.add(start, flat_got[run], flat_answer[run], None if flat_size is None else flat_size[run])
+    rms = math.sqrt(found.squares / found.finite) if found.finite else 0.0
+    index = np.unravel_index(found.worst, got.shape) if got.numel() else ()
     return Errors(
         name,
         against,
-        dtype,
-        error.numel(),
-        None if counted else (error / _ulp(right, got.dtype)).max().item(),
-        largest_error,
-        largest_error / rms if rms else None,
+        str(got.dtype),
+        got.numel(),
+        None if found.counted else found.ulp,
+        max(found.error, 0.0),
+        found.error / rms if rms else None,
         rms,
-        index,
-        found[index].item(),
-        right[index].item(),
-        None if size is None else _relative(error, torch.maximum(size.to(error.device), right.abs())),
-        mismatches,
+        tuple(map(int, index)),
+        found.got,
+        found.answer,
+        None if size is None else found.relative,
+        found.mismatches,
     )
+
+
+class _Largest:
+    """The largest errors of one output so far, of which it is given one run of elements after the other."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.counted = dtype in _CODES or not (dtype.is_floating_point or dtype.is_complex)
+        self.error, self.ulp, self.relative, self.squares = -1.0, 0.0, 0.0, 0.0
+        self.finite, self.mismatches, self.worst = 0, 0, 0
+        self.got: float | None = None
+        self.answer: float | None = None
+
+    def add(self, start: int, got: Tensor, answer: Tensor, size: Tensor | None) -> None:
+        """Elements from place `start` of an output, flat, with the answer and the sizes that are expected."""
+        if self.counted:
+            # In integers, so that large ones that differ by one are not taken for equal.
+            found, right = (_bytes(t).long() for t in (got, answer))
+            error, fine = (found - right).abs().double(), torch.ones_like(found, dtype=torch.bool)
+            found, right = found.double(), right.double()
+        else:
+            found, right = _real(got), _real(answer)
+            rounded = right if self.dtype.is_complex else right.to(self.dtype).double()
+            fine = found.isfinite() & rounded.isfinite()
+            self.mismatches += int((~fine & (found != rounded) & ~(found.isnan() & rounded.isnan())).sum())
+            error = torch.where(fine, (found - right).abs(), 0.0)
+            self.ulp = max(self.ulp, (error / _ulp(right, self.dtype)).max().item())
+        self.squares += right[fine].square().sum().item()
+        self.finite += int(fine.sum())
+        if size is not None:
+            relative = error / torch.maximum(size, right.abs())
+            self.relative = max(self.relative, torch.where(error > 0, relative, 0.0).nan_to_num(0.0).max().item())
+        if (largest := error.max().item()) > self.error:
+            worst = int(error.argmax())
+            self.error, self.got, self.answer = largest, found[worst].item(), right[worst].item()
+            self.worst = start + (worst // 2 if self.dtype.is_complex else worst)
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -206,7 +233,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _real(t: Tensor) -> Tensor:
-    return torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double()
+    return torch.view_as_real(t.to(torch.complex128)).flatten() if t.is_complex() else t.double()
 
 
 def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,14 +243,15 @@ def _ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.exp2((exponent - 1).double()) * info.eps
 
 
-def _relative(error: Tensor, size: Tensor) -> float:
-    return torch.where(error > 0, error / size, 0.0).nan_to_num(0.0).max().item()
-
-
 def _in_float64(data: Any, ref_kernel: Callable[[Any], Any]) -> Answer | None:
-    """ref_kernel's result on inputs cast to float64; None if it fails or computed anything in a narrower type."""
-    own = copy.deepcopy(data)
-    wide = pytree.tree_map_only(Tensor, _widened, own)
+    """ref_kernel's result on inputs cast to float64.
+
+    None if it fails, computed anything in a narrower type, or may not find the memory.
+    """
+    tensors = [t for t in named_tensors(data, "data").values() if t.is_floating_point()]
+    if WORKING_COPIES * sum(8 * t.numel() for t in tensors) > _free_memory(tensors):
+        return None
+    wide = pytree.tree_map(lambda leaf: _widened(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf), data)
     watch = _Watch()
     try:
         with watch, torch.no_grad():
@@ -237,10 +265,16 @@ def _in_float64(data: Any, ref_kernel: Callable[[Any], Any]) -> Answer | None:
     return Answer("exact", values, (None,) * len(values))
 
 
+def _free_memory(tensors: Sequence[Tensor]) -> int:
+    devices = {t.device for t in tensors if t.is_cuda}
+    return min((torch.cuda.mem_get_info(device)[0] for device in devices), default=free_memory())
+
+
 def _widened(t: Tensor) -> Tensor:
-    if t.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return t.double()
-    return t.to(torch.complex128) if t.dtype == torch.complex64 else t
+    """A copy in float64 or complex128, of codes and integers in their own dtype."""
+    if t.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return t.to(torch.float64, copy=True)
+    return t.to(torch.complex128, copy=True) if t.is_complex() else t.clone()
 
 
 class _Watch(TorchDispatchMode):

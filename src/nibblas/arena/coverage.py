@@ -1,5 +1,6 @@
 """Which values occur in a problem's inputs: a check can only find the faults that its inputs reach."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import fsum
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibblas.arena.correctness import named_tensors
+from nibblas.arena.correctness import CHUNK, named_tensors
 from nibblas.arena.record import Coverage
 from nibblas.formats import E4M3, E8M0, e2m1_decode
 
@@ -143,29 +144,40 @@ def _of_pairs(empty: Coverage, tensor: Tensor) -> Coverage:
 
 def _of_values(kind: Coverage, values: Tensor, counts: Tensor | None = None) -> Coverage:
     """Shares and range of values, each of which occurs `counts` times (once where that is None)."""
-    if values.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        values = values.double()  # torch lacks half of its functions for the others
-    weights = None if counts is None else counts / counts.sum()
+    zero, negative, nan, infinite, total = 0, 0, 0, 0, 0
+    smallest, largest = math.inf, 0.0
+    for part in values.reshape(-1).split(CHUNK):
+        if part.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            part = part.double()  # torch lacks half of its functions for the others
 
-    def share(mask: Tensor) -> float:
-        return mask.double().mean().item() if weights is None else (mask * weights).sum().item()
+        def times(mask: Tensor) -> int:
+            return int(mask.count_nonzero()) if counts is None else int((mask * counts).sum())
 
-    magnitude = (values if counts is None else values[counts > 0]).abs()
-    sizes = magnitude[(magnitude > 0) & magnitude.isfinite()]
+        magnitude = part.abs() if counts is None else torch.where(counts > 0, part.abs(), torch.nan)
+        is_size = (magnitude > 0) & magnitude.isfinite()
+        zero += times(part == 0)
+        negative += times(torch.signbit(part) & ~part.isnan())
+        nan += times(part.isnan())
+        infinite += times(part.isinf())
+        total += times(torch.ones_like(part, dtype=torch.bool))
+        if is_size.any():
+            smallest = min(smallest, torch.where(is_size, magnitude, torch.inf).min().item())
+            largest = max(largest, torch.where(is_size, magnitude, 0.0).max().item())
     return replace(
         kind,
-        zero=share(values == 0),
-        negative=share(torch.signbit(values) & ~values.isnan()),
-        nan=share(values.isnan()),
-        infinite=share(values.isinf()),
-        smallest=sizes.min().item() if sizes.numel() else None,
-        largest=sizes.max().item() if sizes.numel() else None,
+        zero=zero / total,
+        negative=negative / total,
+        nan=nan / total,
+        infinite=infinite / total,
+        smallest=smallest if largest else None,
+        largest=largest or None,
     )
 
 
 def _byte_counts(tensor: Tensor) -> Tensor:
     """How often each byte occurs in a tensor of an 8-bit dtype: (256,), on the CPU."""
-    return torch.bincount(tensor.view(torch.uint8).reshape(-1), minlength=256).cpu()
+    parts = tensor.view(torch.uint8).reshape(-1).split(CHUNK)
+    return torch.stack([torch.bincount(part, minlength=256).cpu() for part in parts]).sum(0)
 
 
 def _seen(counts: Tensor, write: Callable[[Iterable[int]], str]) -> str:
