@@ -146,7 +146,7 @@ def _of_values(kind: Coverage, values: Tensor, counts: Tensor | None = None) -> 
     """Shares and range of values, each of which occurs `counts` times (once where that is None)."""
     zero, negative, nan, infinite, total = 0, 0, 0, 0, 0
     smallest, largest = math.inf, 0.0
-    for part in values.reshape(-1).split(CHUNK):
+    for part in values.reshape(-1).split(CHUNK) if counts is None else (values,):
         if part.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             part = part.double()  # torch lacks half of its functions for the others
 
