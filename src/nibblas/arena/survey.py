@@ -1,0 +1,223 @@
+"""Every problem of a checkout of gpu-mode/reference-kernels with its own baseline, and the table of what came of it.
+
+`python -m nibblas.arena.survey CHECKOUT RECORDS` runs what the folder RECORDS holds no record of yet, and prints the
+table in Markdown; with --write it goes between the marks of docs/arena.md. Where a baseline can't run here, the
+problem's reference is run as a submission too, which shows whether the problem can be judged.
+"""
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from nibblas.arena import record as records
+from nibblas.arena.problem import ArenaError, Task, read_task
+from nibblas.arena.record import CaseResult, Mode, Record
+from nibblas.arena.submission import Submission, read_submission
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "arena.md"
+START, END = "<!-- reference-kernels: `python -m nibblas.arena.survey` writes this -->", "<!-- /reference-kernels -->"
+HEAD = ("problem", "submission", "verdict", "tests passed", "timed", "median", "95 % interval", "of floor", "notes")
+MAX_NOTE = 110
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A problem of the checkout with a submission to it; without a task, why the arena refuses the problem."""
+
+    problem: str  # set/name
+    kind: str  # "baseline", or "reference" for the problem's own reference as a submission
+    task: Task | None = None
+    submission: Submission | None = None
+    refusal: str = ""
+    runs: dict[Mode, Record] = field(default_factory=dict)
+
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the table, in the order of HEAD."""
+        test = self.runs.get("test")
+        if test is None or self.task is None:
+            return (self.problem, self.kind, "refused", *[""] * 5, _brief(self.refusal))
+        passed = sum(case.verdict == "correct" for case in test.cases)
+        is_judged = test.verdict not in ("incompatible here", "refused")
+        return (
+            self.problem,
+            self.kind,
+            "correct so far" if test.verdict == "unfinished" and passed else test.verdict,
+            f"{passed} of {len(self.task.tests)}" if is_judged else "",
+            *self._times(),
+            self._notes(test),
+        )
+
+    def _times(self) -> tuple[str, str, str, str]:
+        case = next((case for case in self._timed() if case.statistics is not None), None)
+        if case is None or case.statistics is None:
+            return "", "", "", ""
+        found = case.statistics
+        share = f"{case.floor_ns / found.median_ns:.0%}" if case.floor_ns else ""
+        interval = f"{_duration(found.low_ns)} to {_duration(found.high_ns)}"
+        return _sizes(case), _duration(found.median_ns), interval, share
+
+    def _timed(self) -> tuple[CaseResult, ...]:
+        benchmark = self.runs.get("benchmark")
+        return benchmark.cases if benchmark is not None else ()
+
+    def _notes(self, test: Record) -> str:
+        reason = (
+            "" if test.verdict == "correct here" else test.reason.replace("interrupted", "stopped by the time limit")
+        )
+        used = sorted({name.split(".")[0] if name.startswith("aiter") else name for name in test.stand_ins})
+        return "; ".join(filter(None, [_brief(reason), f"stand-ins: {', '.join(used)}" if used else ""]))
+
+
+def entries(checkout: Path) -> Iterator[Entry]:
+    """The problems of a checkout in the order of their names, each with its baseline and its reference."""
+    for path in sorted(checkout.glob("problems/*/*/task.yml")):
+        problem = path.parent.relative_to(checkout / "problems").as_posix()
+        try:
+            task = read_task(path.parent)
+            baseline = read_submission(path.parent / task.submission_name, task)
+        except ArenaError as error:
+            yield Entry(problem, "baseline", refusal=str(error).removeprefix(f"{path}: "))
+            continue
+        yield Entry(problem, "baseline", task, baseline)
+        yield Entry(problem, "reference", task, reference_as_submission(task))
+
+
+def reference_as_submission(task: Task) -> Submission:
+    """A submission that is the problem's own reference."""
+    reference = task.file("reference.py")
+    assert reference is not None  # read_task sees to it
+    text = reference.content + b"\n\ncustom_kernel = ref_kernel\n"
+    return Submission(reference.path, task.submission_name, {task.submission_name: text})
+
+
+def survey(checkout: Path, folder: Path, device: str, budget: float, seconds: float, only: str) -> list[Entry]:
+    """Run what has no record in the folder yet, and return all entries of the table with their records.
+
+    budget : seconds for the one benchmark case, the problem's first, that is timed where the tests passed.
+    seconds : after which a run is stopped, with what it has.
+    """
+    found: list[Entry] = []
+    for entry in entries(checkout):
+        if not re.search(only, entry.problem):
+            continue
+        if entry.kind == "reference" and not _is_the_baselines_fault(found[-1]):
+            continue
+        if entry.task is not None and entry.submission is not None:
+            _run(entry, entry.task, entry.submission, folder, device, budget, seconds)
+        found.append(entry)
+        print(" | ".join(entry.cells()), file=sys.stderr)
+    return found
+
+
+def _is_the_baselines_fault(entry: Entry) -> bool:
+    """Whether it is the baseline, and not the problem, that can't run here."""
+    test = entry.runs.get("test")
+    return test is not None and test.verdict == "incompatible here" and "submission" in test.reason
+
+
+def _run(
+    entry: Entry, task: Task, submission: Submission, folder: Path, device: str, budget: float, seconds: float
+) -> None:
+    modes: tuple[Mode, ...] = ("test", "benchmark")
+    for mode in modes:
+        path = folder / f"{entry.problem.replace('/', '.')}.{entry.kind}.{mode}.json"
+        if not path.exists():
+            from nibblas.arena.run import Options, run
+
+            first_only = replace(task, benchmarks=task.benchmarks[:1])
+            options = Options(mode, device, budget=budget, command=f"python -m nibblas.arena.survey, {mode}")
+            with _interrupted_after(seconds):
+                run(first_only, submission, options, path)
+        entry.runs[mode] = records.read(path)
+        if entry.runs[mode].verdict != "correct here":
+            return
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """A run is told to stop as by Ctrl-C; its record keeps what it has."""
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if signal.getitimer(signal.ITIMER_REAL)[0]:
+            raise  # by a person
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def table(found: list[Entry]) -> str:
+    """The table in Markdown, below a line that names the machine."""
+    runs = [run for entry in found for run in entry.runs.values()]
+    machines = sorted({f"{run.environment.device}, {run.environment.threads} threads" for run in runs})
+    days = sorted({run.when[:10] for run in runs})
+    tested = [entry.runs["test"].verdict for entry in found if "test" in entry.runs]
+    lines = [
+        f"{tested.count('correct here')} of {len(tested)} submissions passed all their tests; {', '.join(machines)}; "
+        f"{' to '.join(dict.fromkeys([days[0], days[-1]])) if days else 'no runs'}.",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|---" * len(HEAD) + "|",
+        *(f"| {' | '.join(entry.cells())} |" for entry in found),
+    ]
+    return "\n".join(lines)
+
+
+def write(text: str, document: Path = DOCUMENT) -> None:
+    """Put the table between its marks; ValueError where the document has not exactly one place for it."""
+    page, places = re.subn(
+        f"{re.escape(START)}.*?{re.escape(END)}",
+        lambda _: f"{START}\n{text}\n{END}",
+        document.read_text(),
+        flags=re.DOTALL,
+    )
+    if places != 1:
+        raise ValueError(f"{document}: {places} places lie between {START} and {END}, need one")
+    document.write_text(page)
+
+
+def _sizes(case: CaseResult) -> str:
+    return ", ".join(f"{key} {value}" for key, value in case.values.items() if key != "seed")
+
+
+def _duration(ns: float) -> str:
+    for limit, unit, scale in ((1e3, "ns", 1.0), (1e6, "us", 1e3), (1e9, "ms", 1e6)):
+        if ns < limit:
+            return f"{ns / scale:.3g} {unit}"
+    return f"{ns / 1e9:.3g} s"
+
+
+def _brief(text: str) -> str:
+    text = " ".join(text.split()).replace("|", "\\|")
+    return text if len(text) <= MAX_NOTE else f"{text[: MAX_NOTE - 3]}..."
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m nibblas.arena.survey", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of gpu-mode/reference-kernels")
+    parser.add_argument("records", type=Path, help="the folder that keeps the records")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for the timed case")
+    parser.add_argument("--seconds", type=float, default=300.0, help="after which a run is stopped")
+    parser.add_argument("--only", default="", help="a regular expression for set/name")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/arena.md")
+    given = parser.parse_args()
+    if not (given.checkout / "problems").is_dir():
+        parser.error(f"{given.checkout} has no folder problems")
+    found = survey(given.checkout, given.records, given.device, given.budget, given.seconds, given.only)
+    if given.write:
+        write(table(found))
+    else:
+        print(table(found))
+
+
+if __name__ == "__main__":
+    main()
