@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -72,7 +72,7 @@ class Links:
 
     def url(self, path: str, query: Pairs = ()) -> str:
         """The address of a page; the parts of its path are quoted here."""
-        return quote(path) + (f"?{urlencode(query)}" if query else "")
+        return _quoted(path) + (f"?{urlencode(query)}" if query else "")
 
     def twin(self, path: str, query: Pairs = ()) -> str:
         """The address of a page's JSON twin."""
@@ -107,6 +107,9 @@ def html(page: Page, links: Links) -> str:
         version=__version__,
         **page.values,
     )  # fmt: skip
+
+
+_quoted = lru_cache(maxsize=4096)(quote)
 
 
 @cache
@@ -252,12 +255,17 @@ def interval(run: RunLine, end: float) -> Markup:
 def params(query: Query | RunFilter, **changes: Any) -> list[tuple[str, str]]:
     """The fields of a query that differ from their default, as an address holds them; the words of a text are "q"."""
     found = []
-    for f in fields(query):
-        value = changes[f.name] if f.name in changes else getattr(query, f.name)
-        if value != f.default and value:
-            name = "q" if f.name == "text" else f.name
-            found += [(name, str(item)) for item in (value if isinstance(value, tuple) else (value,))]
+    for name, default in _defaults(type(query)):
+        value = changes[name] if name in changes else getattr(query, name)
+        if value != default and value:
+            shown = "q" if name == "text" else name
+            found += [(shown, str(item)) for item in (value if isinstance(value, tuple) else (value,))]
     return found
+
+
+@cache
+def _defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((f.name, f.default) for f in fields(kind))
 
 
 def toggled(query: Query, name: str, value: FacetValue) -> list[tuple[str, str]]:
