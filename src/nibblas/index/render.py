@@ -255,7 +255,8 @@ def interval(run: RunLine, end: float) -> Markup:
 def params(query: Query | RunFilter, **changes: Any) -> list[tuple[str, str]]:
     """The fields of a query that differ from their default, as an address holds them; the words of a text are "q"."""
     found = []
-    for name, default in _defaults(type(query)):
+    kind: type[Any] = type(query)
+    for name, default in _defaults(kind):
         value = changes[name] if name in changes else getattr(query, name)
         if value != default and value:
             shown = "q" if name == "text" else name
