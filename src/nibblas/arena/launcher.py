@@ -12,6 +12,7 @@ alone: a process can't change its user namespace once a library has started thre
   empty but for what is shown of them.
 - devices: null, zero, full, random and GPUs; no disks, no terminals.
 - network, ipc: namespaces of their own.
+- limits: on the size of files, processes and, where given, memory; what holds memory is also ended first by the system.
 
 Each that can't be had is told with the reason, and the program runs without it.
 """
@@ -35,7 +36,7 @@ from typing import Any
 KINDS = ("user", "processes", "files", "network", "ipc")  # of isolation, that can be asked for
 NOBODY = 65534
 MAX_FILE = 8 << 30  # bytes of a file that the program writes
-MAX_PROCESSES = 1024  # processes and threads
+MAX_PROCESSES = 4096  # processes and threads
 DEVICES = ("null", "zero", "full", "random", "urandom", "kfd", "dri", "dxg")  # and all that begins with "nvidia"
 SCRATCH = ("/tmp", "/var/tmp", "/run", "/dev/shm")  # these get empty
 
@@ -272,12 +273,7 @@ def _run(settings: Settings, becomes_nobody: bool, told: int, state: dict[str, b
     """Become the program."""
     os.setsid()
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # or this process could not write its own files in /proc
-    for name, limit in (("FSIZE", MAX_FILE), ("CORE", 0), ("NPROC", MAX_PROCESSES), ("AS", settings.memory)):
-        if limit is not None:
-            with suppress(OSError, ValueError):
-                hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]
-                limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    state["limits"] = _tried(lambda: _limit(settings.memory))
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     _drop_capabilities()
@@ -290,6 +286,19 @@ def _run(settings: Settings, becomes_nobody: bool, told: int, state: dict[str, b
     for fd in settings.passed:
         os.set_inheritable(fd, True)
     os.execve(settings.command[0], settings.command, settings.environment)
+
+
+def _limit(memory: int | None) -> None:
+    wanted = {
+        resource.RLIMIT_FSIZE: MAX_FILE,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: MAX_PROCESSES,
+        resource.RLIMIT_AS: resource.RLIM_INFINITY if memory is None else memory,
+    }
+    for kind, limit in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        limits = [n for n in (limit, hard) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min(limits),) * 2 if limits else (resource.RLIM_INFINITY,) * 2)
 
 
 def _drop_capabilities() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nibblas.arena.launcher import Process
 from nibblas.arena.problem import Task
 from nibblas.arena.record import CaseVerdict, Errors, Finding
 from nibblas.arena.sandbox import ExcessError, Sandbox
@@ -174,6 +175,7 @@ class Contestant:
     allow: Sequence[str] = ()
     sandbox: Sandbox | None = None
     is_ready: bool = False
+    unloadable: FaultError | None = None
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
     empty_inside_ns: float = 0.0
@@ -201,15 +203,24 @@ class Contestant:
         self.channel = Channel(self.sandbox.end, MAX_REPLY)
 
     def start(self) -> None:
-        """Launch, time calls of a function that does nothing, and load the submission; FaultError where it fails."""
+        """Launch, time calls of a function that does nothing, and load the submission; FaultError where it fails.
+
+        A submission that could not be loaded once is not tried again.
+        """
+        if self.unloadable is not None:
+            raise self.unloadable
         self.launch()
         if self.is_ready:
             return
         told = self._ask("start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins))
         self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
         self._time_empty_calls()
-        loaded = self._ask("load", self.seconds, main=self.submission.main)
-        self._raise_if_failed(loaded, "the submission can't be loaded")
+        try:
+            loaded = self._ask("load", self.seconds, main=self.submission.main)
+            self._raise_if_failed(loaded, "the submission can't be loaded")
+        except FaultError as fault:
+            self.unloadable = fault
+            raise
         self.used |= set(_words(loaded.get("stand_ins")))
         self.is_ready = True
 
@@ -285,9 +296,9 @@ class Contestant:
         self._raise_if_failed(reply, "")
         return str(reply.get("report", ""))
 
-    def busy_seconds(self) -> float:
-        """CPU time that the worker and all below it have used."""
-        return sum(process.seconds for process in self.sandbox.processes()) if self.sandbox else 0.0
+    def processes(self) -> list[Process]:
+        """The worker's process and all that it started and that still run."""
+        return list(self.sandbox.processes()) if self.sandbox else []
 
     def _ask(self, do: str, seconds: float, fds: Sequence[int] = (), **values: Any) -> dict:
         assert self.sandbox is not None
@@ -322,11 +333,12 @@ class Contestant:
         kind, message = str(error.get("type")), str(error.get("message"))[:KEPT_TEXT]
         prefix = f"{what}: " if what else ""
         reason = incompatibility(kind, message, self.submission, self.task)
-        self.stop()
+        if self.device != "cpu":
+            self.stop()  # an error of a GPU stays with the process
         if reason is not None:
             raise FaultError("incompatible", f"{prefix}{reason}")
-        trace = str(error.get("traceback", ""))[-KEPT_TEXT:]
-        raise FaultError("crashed", f"{prefix}{kind}: {message}\n{trace}".strip())
+        trace = str(error.get("traceback", ""))[-KEPT_TEXT:].strip()
+        raise FaultError("crashed", f"{prefix}{trace or f'{kind}: {message}'}")
 
     def stop(self) -> None:
         """End the worker and all that it started."""

@@ -24,7 +24,7 @@ import torch
 from nibblas import roofline
 from nibblas.arena import correctness, coverage, record, standins, submission, timing
 from nibblas.arena.clocks import Clocks
-from nibblas.arena.launcher import hide_from_other_processes
+from nibblas.arena.launcher import Process, hide_from_other_processes
 from nibblas.arena.parties import Contestant, FaultError, JudgeError, JudgeProcess, Made
 from nibblas.arena.problem import ArenaError, Case, Dialect, Task
 from nibblas.arena.record import (
@@ -460,10 +460,10 @@ class _Case:
         call = contestant.call(made, run.judge.room, run.device.type, elsewhere=elsewhere, inspect=inspect)
         throttled = run.clocks.throttled()
         self.calls += is_own
-        busy, since = (contestant.busy_seconds(), time.monotonic()) if inspect else (0.0, 0.0)
+        before, since = contestant.processes() if inspect else [], time.monotonic()
         good, message, errors = run.judge.check(call.returned, measure=is_own and index == 0, again=again)
         if inspect:
-            self._look_for_idle_work(contestant.busy_seconds() - busy, time.monotonic() - since)
+            self._look_at(before, contestant.processes(), time.monotonic() - since, f"call {index}")
         if is_own:
             self.inside.append(call.inside_ns)
             self.outside.append(call.outside_ns)
@@ -509,13 +509,19 @@ class _Case:
             return replace(sample, valid=False, reason="the clocks were throttled")
         return sample
 
-    def _look_for_idle_work(self, busy: float, seconds: float) -> None:
+    def _look_at(self, before: Sequence[Process], after: Sequence[Process], seconds: float, where: str) -> None:
+        """Find processes that a call left behind, and work while nothing is asked of the worker."""
+        if len(after) > 1:
+            what = "the submission leaves processes running between its calls"
+            self._find(Finding("left-processes", "flag", what, where, {"processes": len(after) - 1}))
+        busy = sum(process.seconds for process in after) - sum(process.seconds for process in before)
         if busy > IDLE_SECONDS + IDLE_SHARE * seconds:
             self._find(
                 Finding(
                     "background-work",
                     "flag",
                     f"the worker used {busy:.2f} s of CPU time in {seconds:.2f} s in which nothing was asked of it",
+                    where,
                     evidence={"busy_s": busy, "seconds": seconds},
                 )
             )

@@ -143,9 +143,12 @@ def _nothing(data: Any) -> None:
 
 
 def _told(error: BaseException) -> dict:
-    """What is sent of an error: its type, its message, and the end of its traceback."""
-    trace = "".join(traceback.format_exception(error))
-    return {"type": type(error).__name__, "message": str(error)[:MAX_TEXT], "traceback": trace[-MAX_TEXT:]}
+    """What is sent of an error: its type, its message, and the end of its traceback without our own lines."""
+    trace = error.__traceback__
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return {"type": type(error).__name__, "message": str(error)[:MAX_TEXT], "traceback": text[-MAX_TEXT:]}
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,8 @@
+from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    width: int
+    kind: str
+    factor: float

@@ -1,0 +1,122 @@
+"""What is made of times: when a case is done, floors, and claims that can't be."""
+
+import random
+
+import pytest
+
+from nibblas.arena import timing
+from nibblas.arena.record import Sample
+from nibblas.statistics import median_interval
+
+
+def samples(claims, seen=None, timer="host", **more) -> list[Sample]:
+    seen = [ns + 200e3 for ns in claims] if seen is None else seen
+    return [Sample({timer: ns, **more}, float(s)) for ns, s in zip(claims, seen, strict=True)]
+
+
+def around(center: float, spread: float, n: int, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [center + spread * draw.uniform(-1, 1) for _ in range(n)]
+
+
+def test_the_interval_of_a_median_holds_it_and_narrows_with_samples():
+    few, many = median_interval(around(100, 10, 10)), median_interval(around(100, 10, 1000))
+    assert few.low <= few.value <= few.high
+    assert many.half_width < few.half_width / 3
+    assert many.low < 100 < many.high
+    assert median_interval([5.0]) == median_interval([5.0, 5.0])
+    with pytest.raises(ValueError, match="no samples"):
+        median_interval([])
+
+
+def test_a_case_is_sampled_until_its_median_is_known_or_its_time_is_over():
+    rule = timing.Stopping(budget=10)
+    steady, wild = around(100, 0.1, 10), around(100, 60, 40)
+    assert rule.is_reached(steady, 1)
+    assert not rule.is_reached(steady[:9], 1)
+    assert not rule.is_reached(wild, 1)
+    assert rule.is_reached(wild, 10)
+    assert not rule.is_reached(wild[:2], 100), "a median of two is none"
+    assert "10 s" in str(rule)
+
+
+def test_statistics_leave_out_invalid_samples_and_other_timers():
+    found = [*samples([1, 2, 3]), Sample({"host": 100.0}, 1.0, valid=False), Sample({"event": 7.0}, 1.0)]
+    statistics = timing.statistics_of(found, "host")
+    assert statistics is not None
+    assert (statistics.median_ns, statistics.n) == (2, 3)
+    assert timing.statistics_of(found, "cupti") is None
+
+
+def test_the_floor_is_what_must_be_read_and_what_no_cache_can_hold_back():
+    assert timing.floor_ns(1000, 500, cache_bytes=600, bandwidth=1e9) == pytest.approx(1000)
+    assert timing.floor_ns(1000, 500, cache_bytes=100, bandwidth=1e9) == pytest.approx(1400)
+    assert timing.floor_ns(1000, 500, cache_bytes=100, bandwidth=None) is None
+    assert timing.floor_ns(None, 500, cache_bytes=100, bandwidth=1e9) is None
+    assert timing.below_floor(700, 1000)
+    assert not timing.below_floor(800, 1000), "bandwidth is not known that well"
+    assert not timing.below_floor(1, None)
+
+
+EMPTY = 200e3
+
+
+@pytest.mark.parametrize("usual", [20e3, 5e6])
+def test_a_timer_that_tells_the_truth_is_believed(usual):
+    claims = around(usual, usual / 10, 30)
+    late = [ns + EMPTY + extra for ns, extra in zip(claims, around(0, 20e3, 30, 1), strict=True)]
+    for timer in ("host", "event"):
+        assert timing.unseen_time(samples(claims, late, timer), EMPTY, timer) is None
+    used = [ns + extra for ns, extra in zip(claims, around(0, 100e3, 30, 2), strict=True)]
+    assert timing.unseen_cpu_time(samples(claims), used, "host", cpus=2) is None
+
+
+def test_single_calls_that_waited_for_the_machine_are_no_fault():
+    claims = around(20e3, 1e3, 30)
+    seen = [ns + EMPTY + (50e6 if i % 4 == 0 else 0) for i, ns in enumerate(claims)]
+    assert timing.unseen_time(samples(claims, seen), EMPTY, "host") is None
+
+
+def test_a_timer_that_claims_a_tenth_is_found():
+    real = around(400e3, 10e3, 30)
+    claims = [ns / 10 for ns in real]
+    seen = [ns + EMPTY for ns in real]
+    found = timing.unseen_time(samples(claims, seen, "event"), EMPTY, "event")
+    assert found is not None
+    assert (found.class_id, found.severity) == ("timer", "refuse")
+    found = timing.unseen_cpu_time(samples(claims), real, "host", cpus=2)
+    assert found is not None
+    assert (found.class_id, found.severity) == ("timer", "refuse")
+    assert timing.unseen_cpu_time(samples(real), real, "host", cpus=2) is None
+
+
+def test_work_on_streams_that_the_events_do_not_see_is_found():
+    assert timing.other_streams(samples(around(50e3, 1e3, 20), timer="event", tail=4e3)) is None
+    found = timing.other_streams(samples(around(50e3, 1e3, 20), timer="event", tail=400e3))
+    assert found is not None
+    assert found.class_id == "side-stream"
+    assert timing.other_streams(samples(around(50e3, 1e3, 20))) is None
+
+
+def test_work_outside_the_call_is_found():
+    claims = samples(around(1e6, 1e4, 20))
+    assert timing.outside_work(claims, around(5e6, 1e6, 20), "host", threads=1) is None
+    found = timing.outside_work(claims, around(50e6, 1e6, 20), "host", threads=1)
+    assert found is not None
+    assert found.severity == "flag"
+
+
+def test_a_comparison_tells_ratio_and_noise():
+    base = around(100, 5, 40)
+    pairs = [(b, 2 * b) for b in base]
+    noise = [(b, b * n) for b, n in zip(base, around(1, 0.02, 40, 3), strict=True)]
+    found = timing.compared("n: 1", pairs, noise)
+    assert (found.ratio, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert found.noise_low < 1 < found.noise_high
+    assert found.samples == tuple(pairs)
+
+
+@pytest.mark.parametrize("spans", [None, [], {"host": -1}, {"host": 0}, {"host": "1"}, {"host": True}, {"host": 1e400}])
+def test_spans_that_are_no_positive_numbers_are_none(spans):
+    assert timing.nanoseconds(spans, ["host"]) == {"host": None}
+    assert timing.nanoseconds({"host": 5, "mine": 1}, ["host", "event"]) == {"host": 5.0, "event": None}
