@@ -168,8 +168,18 @@ def test_a_folder(store, tmp_path):
         Skipped(str(folder / "notes.md"), "no importer takes .md files"),
     ]
     assert report.added == 2
-    assert sorted(store.item("kernels-gemm").contents) == ["gemm.cu", "gemm.py"]
-    assert store.implementation("deep-moe").language == "cuda"
+    assert sorted(store.item("kernels-gemm").contents) == ["LICENSE", "gemm.cu", "gemm.py"]
+    found = store.item("deep-moe")
+    assert found.implementation.language == "cuda"
+    assert list(found.contents) == ["moe.cu"], "what lies above is not of the same repository"
+
+
+def test_the_licence_of_a_repository(store, tmp_path):
+    write(tmp_path / "LICENSE", "of something else")
+    write(tmp_path / "repository" / ".git" / "HEAD", "ref")
+    write(tmp_path / "repository" / "LICENSE.txt", "a licence")
+    add(store, [write(tmp_path / "repository" / "kernels" / "deep" / "a.py", PYTHON)])
+    assert store.item("deep-a").contents == {"LICENSE.txt": b"a licence", "a.py": PYTHON.encode()}
 
 
 def test_a_path_that_is_not_there(store, tmp_path):

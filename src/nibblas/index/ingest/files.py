@@ -2,7 +2,8 @@
 
 A local file is known by its folder and name, not by its content: changed and added again it is a new revision. Its slug
 is made of the folder's name and its own; where that belongs to a file elsewhere, the import refuses it, and `--slug`
-gives another. With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that
+gives another. The licence text that lies beside it, or above it in the same repository, is one of its files, so that
+what is concluded from it can be cited. With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that
 KernelBot's number gives.
 """
 
@@ -16,6 +17,9 @@ from nibblas.index.model import CompatFact, Implementation, Item, Source, kebab,
 from nibblas.index.store import Store
 
 HEADER = re.compile(r"^(?:#|//)!POPCORN\s+(leaderboard|gpus?)\s+(.+?)\s*$", re.MULTILINE)
+
+
+LICENCES = ("license", "licence", "copying")
 
 
 def takes(path: Path) -> bool:
@@ -33,7 +37,7 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
     main = next((other for other in together if other.suffix == ".py"), together[0])
     if path != main:
         return
-    contents = {other.name: read_bytes(other) for other in together}
+    contents = {other.name: read_bytes(other) for other in (*together, *_licences(path.resolve().parent))}
     header = dict(HEADER.findall(contents[main.name].decode(errors="replace")))
     board = options.board or header.get("leaderboard")
     problem = kernelbot.read_problem(options.problem) if options.problem else None
@@ -69,3 +73,18 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
         if gpu
     )
     yield Item(implementation, contents, facts=facts, workloads=problem.workloads if problem else ())
+
+
+def _licences(folder: Path) -> list[Path]:
+    """The licence texts of the nearest folder that has some, from this one up to the root of its repository."""
+    up = [folder, *folder.parents]
+    root = next((n for n, parent in enumerate(up) if (parent / ".git").exists()), 0)
+    for parent in up[: root + 1]:
+        texts = [path for path in parent.iterdir() if path.name.lower().startswith(LICENCES) and _is_text(path)]
+        if texts:
+            return sorted(texts)
+    return []
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and path.suffix.lower() in ("", ".txt", ".md", ".rst")
