@@ -3,8 +3,10 @@
 A local file is known by its folder and name, not by its content: changed and added again it is a new revision. Its slug
 is made of the folder's name and its own; where that belongs to a file elsewhere, the import refuses it, and `--slug`
 gives another. The licence text that lies beside it, or above it in the same repository, is one of its files, so that
-what is concluded from it can be cited. With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that
-KernelBot's number gives.
+what is concluded from it can be cited.
+
+With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that KernelBot's
+number gives.
 """
 
 import re
