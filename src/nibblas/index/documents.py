@@ -518,7 +518,9 @@ def to_json(value: Any) -> str:
 def _fields(value: Any) -> Any:
     """A dataclass or a mapping of another type as json takes it; TypeError for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: getattr(value, name) for name in _names(type(value))}
+        names, held = _names(type(value)), vars(value)
+        # What is computed once and kept, such as a digest, is no field.
+        return held if len(held) == len(names) else {name: held[name] for name in names}
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is no part of a document")

@@ -11,6 +11,7 @@ from nibblas.index.evidence_levels import Place, levels
 from nibblas.index.model import Figure
 from nibblas.index.prepared import Ranked
 
+KEPT_CARDS = 20_000
 # The figure that ranks comes with its run.
 RUNS = """
 SELECT r.id, r.digest, r.implementation, r.status, r.reason, r.claimed, r.workload, r.device, r.environment, r.seconds,
@@ -41,7 +42,6 @@ FROM json_each(?) wanted
 JOIN implementation i ON i.id = wanted.value
 JOIN source s ON s.id = i.source
 LEFT JOIN operation o ON o.id = i.operation
-ORDER BY wanted.key
 """
 FASTEST = """
 SELECT r.implementation, r.digest, r.device, r.claimed, w.digest AS workload_digest, w.name AS workload_name,
@@ -121,6 +121,19 @@ def figure(row: sqlite3.Row) -> Figure | None:
 
 def cards(catalog: Catalog, ids: Sequence[int]) -> tuple[Card, ...]:
     """Implementations, by row id, as they stand in lists, in the same order."""
+    kept = catalog.prepared.cards
+    found = {key: kept[key] for key in ids if key in kept}
+    missing = [key for key in ids if key not in found]
+    if missing:
+        read = _cards(catalog, missing)
+        found |= read
+        if len(kept) > KEPT_CARDS:
+            kept.clear()
+        kept |= read
+    return tuple(found[key] for key in ids if key in found)
+
+
+def _cards(catalog: Catalog, ids: Sequence[int]) -> dict[int, Card]:
     wanted = json.dumps(ids)
     authors = _lists(
         catalog,
@@ -144,8 +157,8 @@ def cards(catalog: Catalog, ids: Sequence[int]) -> tuple[Card, ...]:
     )
     fastest = {row["implementation"]: row for row in catalog.all(FASTEST, wanted)}
     known = catalog.prepared
-    return tuple(
-        Card(
+    return {
+        row["id"]: Card(
             row["slug"],
             row["name"],
             row["digest"],
@@ -167,7 +180,7 @@ def cards(catalog: Catalog, ids: Sequence[int]) -> tuple[Card, ...]:
             row["imported_at"],
         )
         for row in catalog.all(CARDS, wanted)
-    )
+    }
 
 
 def _lists(catalog: Catalog, query: str, wanted: str) -> defaultdict[int, list[str]]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from nibblas.index import counts
-from nibblas.index.documents import Coverage, HardwareLine, OperationLine, SourceLine
+from nibblas.index.documents import Card, Coverage, HardwareLine, OperationLine, SourceLine
 from nibblas.index.evidence_levels import (
     Cohort,
     Entrant,
@@ -42,6 +42,18 @@ SELECT r.implementation, r.digest, r.status, r.claimed, r.workload, r.device, r.
 FROM run r LEFT JOIN figure f ON f.run = r.id AND f.position = (
     SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
 )
+"""
+OF_THESE = "WHERE r.implementation IN (SELECT value FROM json_each(?))"
+# Implementations of one run each that tells nothing against them, by all that decides on their levels.
+ALIKE = """
+SELECT json_group_array(implementation) AS ids, status, claimed, device, environment, timed, sampled, checked, hardened
+FROM (
+    SELECT implementation, count(*) AS runs, status, claimed, device, environment, seconds IS NOT NULL AS timed,
+        samples IS NOT NULL AS sampled, error BETWEEN -1e300 AND 1e300 AS checked, hardened, integrity
+    FROM run GROUP BY implementation
+)
+WHERE runs = 1 AND status IN ('passed', 'compiled') AND integrity = '[]'
+GROUP BY status, claimed, device, environment, timed, sampled, checked, hardened
 """
 ENTRANTS = """
 SELECT r.digest, i.slug, i.digest AS revision, i.current, r.status, r.seconds, f.low, f.high, r.observed_at,
@@ -86,6 +98,7 @@ class Prepared:
         self._busy = False
         self._cohorts: dict[int, dict[str, Ranked]] = {}
         self._standings: dict[int, dict[str, tuple[Ranked, Place | None]]] = {}
+        self.cards: dict[int, Card] = {}  # those that were shown, by row id
         self.seconds = 0.0
 
     @contextmanager
@@ -131,20 +144,47 @@ class Prepared:
     def levels(self) -> dict[int, Levels]:
         """What is known of each current revision, by its row id."""
         with self.making():
-            revisions = {
-                key: digest for key, digest in self._catalog.all("SELECT id, digest FROM implementation WHERE current")
-            }
+            current = self._keys("SELECT id AS key FROM implementation WHERE current")
+            found = dict.fromkeys(current, levels(()))
             compiled = self._compiled()
+            apart = self._keys("SELECT DISTINCT implementation AS key FROM run") | compiled
+            for row in self._catalog.all(ALIKE):
+                alike = set(json.loads(row["ids"])) & current
+                found |= dict.fromkeys(alike, self._of_one_run(row))
+                apart -= alike - compiled
+            apart |= self._keys(
+                "SELECT id AS key FROM implementation WHERE digest IN (SELECT value FROM json_each(?1))"
+                " UNION SELECT implementation FROM run WHERE digest IN (SELECT value FROM json_each(?1))",
+                json.dumps(list(self.said)),
+            )
+            wanted = json.dumps(list(apart & current))
             runs = defaultdict(list)
-            for row in self._catalog.all(OBSERVED):
-                runs[row[0]].append(row)
-            nothing = levels(())
-            return {
-                key: self._levels(digest, runs[key], key in compiled)
-                if key in runs or key in compiled or digest in self.said
-                else nothing
-                for key, digest in revisions.items()
-            }
+            for row in self._catalog.all(f"{OBSERVED} {OF_THESE}", wanted):
+                runs[row["implementation"]].append(row)
+            digests = self._catalog.all(
+                "SELECT id, digest FROM implementation WHERE id IN (SELECT value FROM json_each(?))", wanted
+            )
+            return found | {key: self._levels(digest, runs[key], key in compiled) for key, digest in digests}
+
+    def _of_one_run(self, row: sqlite3.Row) -> Levels:
+        observed = Observed(
+            "",
+            row["status"],
+            bool(row["claimed"]),
+            None,
+            row["device"],
+            host=self.machines[row["environment"]].host,
+            seconds=1.0 if row["timed"] else None,
+            samples=row["sampled"],
+            error=0.0 if row["checked"] else None,
+            hardened=bool(row["hardened"]),
+        )
+        return levels([observed])
+
+    def _keys(self, query: str, *values: str) -> set[int]:
+        """The keys that a query gives, as one text, which is far quicker than many rows."""
+        row = self._catalog.one(f"SELECT json_group_array(key) FROM ({query})", *values)
+        return set(json.loads(row[0])) if row else set()
 
     def levels_of(self, key: int, digest: str) -> Levels:
         """What is known of a revision, current or not, by its row id and digest."""
@@ -152,15 +192,11 @@ class Prepared:
         if found is not None:
             return found
         rows = self._catalog.all(f"{OBSERVED} WHERE r.implementation = ?", key)
-        return self._levels(digest, rows, key in self._compiled(key))
+        compiled = "SELECT 1 FROM compat WHERE implementation = ? AND kind = 'compiled' AND NOT claimed"
+        return self._levels(digest, rows, self._catalog.one(compiled, key) is not None)
 
-    def _compiled(self, key: int | None = None) -> set[int]:
-        only = "" if key is None else "AND implementation = ?"
-        rows = self._catalog.all(
-            f"SELECT implementation FROM compat WHERE kind = 'compiled' AND NOT claimed {only}",
-            *(() if key is None else (key,)),
-        )
-        return {row[0] for row in rows}
+    def _compiled(self) -> set[int]:
+        return self._keys("SELECT DISTINCT implementation AS key FROM compat WHERE kind = 'compiled' AND NOT claimed")
 
     def _levels(self, digest: str, rows: Collection[sqlite3.Row], compiled: bool) -> Levels:
         observed = [self.observed(row) for row in rows]

@@ -13,6 +13,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
+import numpy as np
+
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import (
     Card,
@@ -55,7 +57,8 @@ from nibblas.index.evidence_levels import NUMERICS, TIMING, Cohort, levels
 from nibblas.index.lines import RUNS, cards, run_line, run_lines
 from nibblas.index.model import Figure, Implementation, Operation, Run, RunStatus, Workload
 from nibblas.index.names import device_slug
-from nibblas.index.prepared import OBSERVED, Ranked
+from nibblas.index.prepared import OBSERVED, Prepared, Ranked
+from nibblas.index.selection import size
 from nibblas.index.store import made, unpack
 
 STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
@@ -75,12 +78,12 @@ MOST_ID = 1 << 62  # after every row
 def search(catalog: Catalog, query: Query, facets: bool = True) -> Results:
     """One page of the implementations that a query selects, with what each facet would leave."""
     _check(query)
-    selection = catalog.prepared.selection
-    filters = selection.filters(query)
-    found = _all_of(filters.values(), selection.all)
-    ids, following = selection.page(found, query)
-    counted = tuple(_facet(catalog, name, query, filters) for name in FACETS) if facets else ()
-    return Results(query, found.bit_count(), cards(catalog, ids), following, counted)
+    prepared = catalog.prepared
+    filters = prepared.selection.filters(query)
+    found = prepared.selection.both(filters.values())
+    ids, following = prepared.selection.page(found, query)
+    counted = tuple(_facet(prepared, name, query, filters) for name in FACETS) if facets else ()
+    return Results(query, int(size(found)), cards(catalog, ids), following, counted)
 
 
 def _check_limit(limit: int) -> None:
@@ -103,20 +106,14 @@ def _check(query: Query) -> None:
             raise QueryError(rule)
 
 
-def _all_of(sets: Iterable[int], everything: int) -> int:
-    for found in sets:
-        everything &= found
-    return everything
-
-
-def _facet(catalog: Catalog, name: str, query: Query, filters: Mapping[str, int]) -> Facet:
+def _facet(prepared: Prepared, name: str, query: Query, filters: Mapping[str, np.ndarray]) -> Facet:
     """A facet with one value at a time is counted as if it were not chosen; `uses` adds to what is chosen."""
-    selection = catalog.prepared.selection
-    others = [bits for filter_name, bits in filters.items() if filter_name != name or name == "uses"]
+    selection = prepared.selection
+    others = (found for filter_name, found in filters.items() if filter_name != name or name == "uses")
     chosen = getattr(query, name)
     kept = chosen if isinstance(chosen, tuple) else () if chosen is None else (chosen,)
-    counts, more = selection.count(name, _all_of(others, selection.all), kept, MOST_VALUES)
-    labels = catalog.prepared.operation_names if name == "operation" else {}
+    counts, more = selection.count(name, selection.both(others), kept, MOST_VALUES)
+    labels = prepared.operation_names if name == "operation" else {}
     values = tuple(FacetValue(value, labels.get(value, value), count, value in kept) for value, count in counts)
     return Facet(name, values, more)
 
@@ -431,8 +428,9 @@ def _run_conditions(catalog: Catalog, wanted: RunFilter) -> dict[str, tuple]:
         row = catalog.one("SELECT id FROM operation WHERE slug = ?1 OR digest = ?1", wanted.operation)
         found["r.operation = ?"] = (row["id"] if row else None,)
     if wanted.hardware is not None:
-        names = catalog.prepared.devices.get(device_slug(wanted.hardware), [])
-        found["r.device IN (SELECT value FROM json_each(?))"] = (json.dumps(names),)
+        names = catalog.prepared.devices.get(device_slug(wanted.hardware), [""])
+        # Of one name the index gives the runs in order.
+        found[f"r.device IN ({', '.join('?' * len(names))})" if names[1:] else "r.device = ?"] = tuple(names)
     if wanted.source is not None:
         found["s.kind = ?"] = (wanted.source,)
     if wanted.since is not None:
@@ -524,9 +522,9 @@ def techniques(catalog: Catalog) -> tuple[TechniqueLine, ...]:
     selection = catalog.prepared.selection
     uses, mentions = selection.facet("uses"), selection.facet("mentions")
     found = []
-    for slug, bits in mentions.items():
-        used = uses[slug].bit_count()
-        found.append(TechniqueLine(slug, slug, None, used, bits.bit_count() - used))
+    for slug in mentions.places:
+        used = uses.size(slug)
+        found.append(TechniqueLine(slug, slug, None, used, mentions.size(slug) - used))
     found.sort(key=lambda line: (-line.uses, -line.mentions, line.slug))
     return tuple(found)
 

@@ -1,17 +1,16 @@
 """Selecting among all current implementations, and counting what each facet would leave, in a millisecond or less.
 
-An implementation has a position: its place in the order by evidence. A set of them is a whole number with one bit a
-position, so that filters are `&` and counts are `bit_count`. The bits of a facet are read from the index when it is
-first asked for, those of a word from its full-text index.
+An implementation has a position: its place in the order by evidence. A set of them is an array of 64-bit words with one
+bit a position, so that a filter is one `&` and a count one pass over a few kilobytes. The sets of a facet are read from
+the index when it is first asked for, those of a word from its full-text index.
 """
 
 import base64
 import json
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
-from itertools import groupby
 from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,9 +32,39 @@ COLUMNS = {
     "licence": "i.licence_concluded",
     "source": "s.kind",
 }
+LADDERS = {"numerics": NUMERICS, "timing": TIMING}
 KEPT_TERMS = 512  # each takes a bit an implementation
 SHORTEST_PREFIX = 3
 ID_BITS = 40
+STRETCH = 8192  # positions that are looked at for a page at a time
+STRETCH_OF_VALUES = 64
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The values of a facet, those with most implementations first, and the set of each: a row of `words`."""
+
+    places: dict[str, int]
+    sizes: Sequence[int]
+    words: np.ndarray
+
+    def __getitem__(self, value: str) -> np.ndarray:
+        """The set of a value; of an unknown one it is empty."""
+        place = self.places.get(value)
+        return self.words[place] if place is not None else np.zeros(self.words.shape[1], np.uint64)
+
+    def size(self, value: str) -> int:
+        """How many implementations have a value."""
+        return self.sizes[self.places[value]] if value in self.places else 0
+
+    def counts(self, within: np.ndarray, start: int, stop: int) -> list[int]:
+        """How many of a set have each of the values in these places."""
+        return size(self.words[start:stop] & within).tolist()
+
+
+def size(words: np.ndarray) -> np.ndarray:
+    """How many are in a set, or in each of several."""
+    return np.bitwise_count(words).sum(axis=-1, dtype=np.int64)
 
 
 class Order(NamedTuple):
@@ -57,130 +86,128 @@ class Selection:
         self.ids, self._timing, self._numerics = ids[order], timing[order], numerics[order]
         self._position = np.full(int(ids.max(initial=0)) + 1, -1, np.int64)
         self._position[self.ids] = np.arange(len(ids))
-        self.all = (1 << len(ids)) - 1
-        self._facets: dict[str, dict[str, int]] = {}
+        self.all = self._of(np.arange(len(ids)))
+        self._facets: dict[str, Sets] = {}
         self._orders: dict[str, Order] = {}
         self.term = lru_cache(KEPT_TERMS)(self._term)
         self.author = lru_cache(KEPT_TERMS)(self._author)
 
-    def bits(self, ids: Iterable[int]) -> int:
-        """The set of these row ids; those that are not current are left out."""
-        found = np.fromiter(ids, np.int64)
-        found = self._position[found[found < len(self._position)]]
-        return self._of(found[found >= 0])
-
-    def _of(self, positions: np.ndarray) -> int:
-        flags = np.zeros(len(self.ids), bool)
+    def _of(self, positions: np.ndarray) -> np.ndarray:
+        flags = np.zeros(-len(self.ids) % 64 + len(self.ids), bool)
         flags[positions] = True
-        return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+        return np.packbits(flags).view(np.uint64)
 
-    def _positions(self, bits: int) -> np.ndarray:
-        packed = np.frombuffer(bits.to_bytes((len(self.ids) + 7) // 8, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(packed, count=len(self.ids), bitorder="little"))
+    def _set(self, ids: str | None) -> np.ndarray:
+        """Row ids, as SQLite's group_concat gives them, as a set; those that are not current are left out."""
+        found = np.fromstring(ids or "", np.int64, sep=",")
+        positions = self._position[found[found < len(self._position)]]
+        return self._of(positions[positions >= 0])
 
-    def facet(self, name: str) -> dict[str, int]:
-        """The values of a facet, those with most implementations first, and the set of each.
-
-        A level's set holds those of a higher level too, a mention's those that use the technique.
-        """
+    def facet(self, name: str) -> Sets:
+        """The values of a facet. A level's set holds those of a higher level, a mention's those that use it."""
         if name not in self._facets:
-            if name in COLUMNS:
-                self._facets |= self._columns()
-            elif name in ("uses", "mentions"):
-                self._facets |= self._techniques()
-            else:
-                ladder, reached = (NUMERICS, self._numerics) if name == "numerics" else (TIMING, self._timing)
-                self._facets[name] = {
-                    level: self._of(np.flatnonzero(reached >= place)) for place, level in enumerate(ladder)
-                }
+            found = self._read(name)
+            sizes = {value: int(size(words)) for value, words in found.items()}
+            if name not in LADDERS:
+                found = dict(sorted(found.items(), key=lambda item: (-sizes[item[0]], item[0])))
+            words = np.array(list(found.values()), np.uint64).reshape(len(found), len(self.all))
+            places = {value: place for place, value in enumerate(found)}
+            self._facets[name] = Sets(places, [sizes[value] for value in found], words)
         return self._facets[name]
 
-    def _columns(self) -> dict[str, dict[str, int]]:
-        found: dict[str, defaultdict[str, list[int]]] = {name: defaultdict(list) for name in COLUMNS}
-        rows = self._catalog.all(
-            f"SELECT i.id, {', '.join(COLUMNS.values())} FROM implementation i"
-            " LEFT JOIN operation o ON o.id = i.operation JOIN source s ON s.id = i.source WHERE i.current"
-        )
-        for key, *values in rows:
-            for by_value, value in zip(found.values(), values, strict=True):
-                by_value[UNKNOWN if value is None else value].append(key)
-        return {name: _largest_first({v: self.bits(ids) for v, ids in of.items()}) for name, of in found.items()}
+    def _read(self, name: str) -> dict[str, np.ndarray]:
+        if name in LADDERS:
+            reached = self._numerics if name == "numerics" else self._timing
+            return {level: self._of(np.flatnonzero(reached >= place)) for place, level in enumerate(LADDERS[name])}
+        if name in COLUMNS:
+            rows = self._catalog.all(
+                f"SELECT {COLUMNS[name]}, group_concat(i.id) FROM implementation i"
+                " LEFT JOIN operation o ON o.id = i.operation JOIN source s ON s.id = i.source"
+                " WHERE i.current GROUP BY 1"
+            )
+        else:
+            used = "WHERE uses" if name == "uses" else ""
+            rows = self._catalog.all(
+                f"SELECT technique, group_concat(implementation) FROM implementation_technique {used} GROUP BY 1"
+            )
+        return {UNKNOWN if value is None else value: self._set(ids) for value, ids in rows}
 
-    def _techniques(self) -> dict[str, dict[str, int]]:
-        uses, mentions = {}, {}
-        rows = self._catalog.all("SELECT technique, implementation, uses FROM implementation_technique ORDER BY 1")
-        for technique, group in groupby(rows, key=lambda row: row[0]):
-            found = list(group)
-            mentions[technique] = self.bits(row[1] for row in found)
-            uses[technique] = self.bits(row[1] for row in found if row[2])
-        return {"uses": _largest_first(uses), "mentions": _largest_first(mentions)}
-
-    def _author(self, name: str) -> int:
-        rows = self._catalog.all(
-            "SELECT ia.implementation FROM author a JOIN implementation_author ia ON ia.author = a.id WHERE a.name = ?",
+    def _author(self, name: str) -> np.ndarray:
+        row = self._catalog.one(
+            "SELECT group_concat(ia.implementation) FROM author a"
+            " JOIN implementation_author ia ON ia.author = a.id WHERE a.name = ?",
             name,
         )
-        return self.bits(row[0] for row in rows)
+        return self._set(row[0] if row else None)
 
-    def _term(self, word: str, prefix: bool) -> int:
+    def _term(self, word: str, prefix: bool) -> np.ndarray:
         quoted = '"{}"'.format(word.replace('"', '""'))
-        rows = self._catalog.all("SELECT rowid FROM search WHERE search MATCH ?", quoted + "*" * prefix)
-        return self.bits(row[0] for row in rows)
+        row = self._catalog.one("SELECT group_concat(rowid) FROM search WHERE search MATCH ?", quoted + "*" * prefix)
+        return self._set(row[0] if row else None)
 
-    def text(self, text: str) -> int:
+    def _text(self, text: str) -> np.ndarray:
         """The set of those in which every word stands; the last may be the start of one."""
-        found = self.all
         *whole, last = words(text) or [""]
+        found = self.all
         for word in whole:
-            found &= self.term(word, False)
+            found = found & self.term(word, False)
         return found & self.term(last, len(last) >= SHORTEST_PREFIX) if last else found
 
-    def filters(self, query: Query) -> dict[str, int]:
+    def filters(self, query: Query) -> dict[str, np.ndarray]:
         """The set that each filter of a query leaves, by the filter's name."""
-        found = {
-            name: self.facet(name).get(value, 0) for name in COLUMNS if (value := getattr(query, name)) is not None
-        }
-        for name in ("numerics", "timing"):
-            if (level := getattr(query, name)) is not None:
-                found[name] = self.facet(name)[level]
+        found = {}
+        for name in (*COLUMNS, *LADDERS):
+            if (value := getattr(query, name)) is not None:
+                found[name] = self.facet(name)[value]
         for name in ("uses", "mentions"):
             if techniques := getattr(query, name):
-                sets = (self.facet(name).get(technique, 0) for technique in techniques)
-                found[name] = reduce(and_, sets)
+                found[name] = reduce(and_, (self.facet(name)[technique] for technique in techniques))
         if query.author is not None:
             found["author"] = self.author(query.author)
         if query.text:
-            found["text"] = self.text(query.text)
+            found["text"] = self._text(query.text)
         return found
 
-    def count(self, facet: str, within: int, keep: Iterable[str], most: int) -> tuple[list[tuple[str, int]], int]:
+    def both(self, sets: Iterable[np.ndarray]) -> np.ndarray:
+        """What is in all of some sets."""
+        return reduce(and_, sets, self.all)
+
+    def count(
+        self, facet: str, within: np.ndarray, keep: Iterable[str], most: int
+    ) -> tuple[list[tuple[str, int]], int]:
         """How many of a set have each value of a facet, and how many values were left out.
 
         The `most` frequent values are given, levels in their order, and those to keep however rare.
         """
-        values = self.facet(facet)
-        if facet in ("numerics", "timing"):
-            return [(level, (within & bits).bit_count()) for level, bits in values.items() if level != "none"], 0
-        found: list[tuple[int, str]] = []
-        for value, bits in values.items():
-            if len(found) >= most and bits.bit_count() <= found[-1][0]:
-                break  # all that follow are rarer still
-            found = sorted([*found, ((within & bits).bit_count(), value)], key=lambda counted: -counted[0])[:most]
-        shown = {value: count for count, value in found if count}
-        shown |= {value: (within & values[value]).bit_count() for value in keep if value in values}
+        sets = self.facet(facet)
+        values = list(sets.places)
+        if facet in LADDERS:
+            return list(zip(values, sets.counts(within, 0, len(values)), strict=True))[1:], 0
+        found: list[tuple[str, int]] = []
+        start = 0
+        # Sizes descend, so what follows can't be more frequent than its own size.
+        while start < len(values) and (len(found) < most or sets.sizes[start] > found[-1][1]):
+            counts = sets.counts(within, start, start + STRETCH_OF_VALUES)
+            found += zip(values[start:], counts, strict=False)
+            found = sorted(found, key=lambda counted: -counted[1])[:most]
+            start += STRETCH_OF_VALUES
+        shown = {value: count for value, count in found if count}
+        shown |= {value: int(size(sets[value] & within)) for value in keep if value in sets.places}
         return list(shown.items()), len(values) - len(shown)
 
-    def page(self, bits: int, query: Query) -> tuple[list[int], str | None]:
+    def page(self, found: np.ndarray, query: Query) -> tuple[list[int], str | None]:
         """Row ids of one page of a set in the order that the query asks for, and where it ended if more follow."""
         order = self._order(query.sort)
         start = _after(order, query.sort, query.cursor) if query.cursor else 0
-        flags = np.zeros(len(self.ids), bool)
-        flags[self._positions(bits)] = True
-        found = np.flatnonzero(flags[order.positions[start:]])[: query.limit + 1] + start
-        ids = self.ids[order.positions[found[: query.limit]]].tolist()
-        if len(found) <= query.limit:
-            return ids, None
-        return ids, _cursor(query.sort, order.keys[found[query.limit - 1]])
+        flags = np.unpackbits(found.view(np.uint8), count=len(self.ids))
+        places: list[int] = []
+        while start < len(order.keys) and len(places) <= query.limit:
+            stretch = order.positions[start : start + STRETCH]
+            places += (np.flatnonzero(flags[stretch]) + start).tolist()
+            start += STRETCH
+        shown = places[: query.limit]
+        ids = self.ids[order.positions[shown]].tolist()
+        return ids, _cursor(query.sort, order.keys[shown[-1]]) if len(places) > query.limit else None
 
     def _order(self, sort: str) -> Order:
         if sort not in self._orders:
@@ -204,10 +231,6 @@ def words(text: str) -> list[str]:
     """What a text asks for, without repetitions: pieces between spaces that hold a letter or a digit."""
     found = dict.fromkeys(word.lower() for word in text.replace("\0", " ").split() if any(map(str.isalnum, word)))
     return list(found)
-
-
-def _largest_first(values: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(values.items(), key=lambda item: (-item[1].bit_count(), item[0])))
 
 
 def _cursor(sort: str, key: int | str) -> str:
