@@ -52,8 +52,11 @@ def test_a_folder_brings_its_files_but_not_hidden_ones(tmp_path, task):
     assert list(read_submission(tmp_path, task).files) == ["submission.py", "kernels/add.cu"]
 
 
-def test_the_problems_own_folder_is_a_submission(task):
-    assert list(read_submission(task.directory, task).files) == ["submission.py"]
+def test_the_problems_own_folder_is_a_submission(tmp_path):
+    folder = new("product", tmp_path)
+    (folder / "kernel.cu").write_text("")
+    (folder / "task.yml").write_text((folder / "task.yml").read_text().replace("source: eval.py", "source: utils.py"))
+    assert list(read_submission(folder, read_task(folder)).files) == ["submission.py", "kernel.cu"]
 
 
 def test_a_file_of_the_problem_can_not_be_replaced(tmp_path, task):

@@ -63,7 +63,8 @@ class Import:
 def read_submission(path: Path | str, task: Task) -> Submission:
     """Read a submission to a problem: one file, or a folder that holds the file named as the problem calls it.
 
-    Of a folder all files go along but for hidden ones, bytecode and exact copies of the problem's own files.
+    Of a folder all files go along but for hidden ones, bytecode and exact copies of the problem's own files; of the
+    problem's folder, what is not the problem's.
     Raises ArenaError where there is nothing to read, the suffix is not one of the problem's language, a header is
     wrong, a file would stand in for one of the problem's, or the files are larger than MAX_BYTES together.
     """
@@ -80,6 +81,7 @@ def read_submission(path: Path | str, task: Task) -> Submission:
         sources = {main: path}
     else:
         raise ArenaError(f"{path}: no such file or folder")
+    is_problem = path.resolve() == task.directory.resolve()
     files, total = {}, 0
     for name, source in sources.items():
         total += source.stat().st_size
@@ -87,9 +89,9 @@ def read_submission(path: Path | str, task: Task) -> Submission:
             raise ArenaError(f"{path}: the files are larger than {MAX_BYTES >> 20} MiB together")
         content = source.read_bytes()
         own = task.file(name)
-        if own is not None and own.content == content:
+        if own is not None and (is_problem or own.content == content):
             continue
-        if own is not None and name != main:
+        if own is not None:
             raise ArenaError(f"{path}: {name} is a file of the problem, a submission can't bring another one")
         files[name] = content
     leaderboard, gpus = read_header(files[main].decode(errors="replace"), str(path))
