@@ -30,6 +30,7 @@ MENU = (
     ("Methodology", "/methodology"),
     ("About", "/about"),
 )
+DEFAULTS = {kind: tuple((f.name, f.default) for f in fields(kind)) for kind in (Query, RunFilter)}
 
 
 @dataclass(frozen=True)
@@ -255,18 +256,12 @@ def interval(run: RunLine, end: float) -> Markup:
 def params(query: Query | RunFilter, **changes: Any) -> list[tuple[str, str]]:
     """The fields of a query that differ from their default, as an address holds them; the words of a text are "q"."""
     found = []
-    kind: type[Any] = type(query)
-    for name, default in _defaults(kind):
+    for name, default in DEFAULTS[type(query)]:
         value = changes[name] if name in changes else getattr(query, name)
         if value != default and value:
             shown = "q" if name == "text" else name
             found += [(shown, str(item)) for item in (value if isinstance(value, tuple) else (value,))]
     return found
-
-
-@cache
-def _defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.default) for f in fields(kind))
 
 
 def toggled(query: Query, name: str, value: FacetValue) -> list[tuple[str, str]]:
