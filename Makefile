@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS := report,arena,index,dev$(if $(shell command -v nvidia-smi),$(shell echo ,gpu))
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench index clean
 
 demo: $(INSTALLED)  ## the main job: report on a real model in NVFP4 and MXFP4
 	$(BIN)/nibblas report
@@ -20,6 +20,9 @@ lint: $(INSTALLED)  ## style and types
 
 bench: $(INSTALLED)  ## time every kernel here against torch, and keep the evidence
 	$(BIN)/nibblas bench
+
+index: $(INSTALLED)  ## the index of nibblas's own kernels and evidence, served on this machine
+	$(BIN)/nibblas index demo
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from nibblas.arena.commands import app as arena_app
+from nibblas.index.commands import app as index_app
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 
 app.add_typer(arena_app, name="arena")
+app.add_typer(index_app, name="index")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")]
