@@ -5,6 +5,7 @@ that are not negative, NaN wherever nothing may be read.
 """
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from checks import assert_close, poisoned_empty, random_codes
 from torch import Tensor
 
 import nibblas as nb
-from nibblas import reference
+from nibblas import dispatch, operators, reference
 from nibblas.formats import E4M3
-from nibblas.kernels import cpu_library
+from nibblas.kernels import cpu_library, kernels
 from nibblas.layouts import LINEAR, BLOCKED_128x4
+from nibblas.problem import Problem
 from nibblas.quantize import quantize
 from nibblas.tensor import ScaledTensor
 
@@ -218,20 +220,23 @@ def poisoned_like(t: Tensor) -> Tensor:
     return poisoned_empty(tuple(t.shape), t.dtype)
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(4, 288, 512), (33, 70, 96), (1, 16, 64)])
-def test_mxfp4_mm(M, N, K, layout):
+def mm(M: int, N: int, K: int):
     w = random_codes((N, K), nb.MXFP4, rng(1), scale_bytes=(0, 240))
     a = torch.randn(M, K, generator=rng(2)).bfloat16()
     a[0, :32] = 0  # a block of zeros
     a[-1, 32:64] = torch.tensor([0.25, -0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], dtype=torch.bfloat16).repeat(4)  # ties
     codes = w.data.view(FP4)
     data = (a, poisoned_empty((N, K), torch.bfloat16), codes, poisoned_like(codes), e8m0_shuffled(w.scale))
-    got = run("mxfp4-mm", data)
     x = quantize(a, nb.MXFP4, scale_rule="even")
-    exact = reference.matmul(x, w)
+    return data, reference.matmul(x, w), reference.magnitude(x, w)
+
+
+@pytest.mark.parametrize("sizes", [(4, 288, 512), (33, 70, 96), (1, 16, 64)], ids=str)
+def test_mxfp4_mm(sizes, layout):
+    data, exact, magnitude = mm(*sizes)
+    got = run("mxfp4-mm", data)
     assert got.dtype == torch.bfloat16
-    assert_close(got, exact, torch.bfloat16, K=K, what="mxfp4-mm", magnitude=reference.magnitude(x, w))
-    torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
+    assert_answer(got, exact, magnitude, sizes[2], "mxfp4-mm", tolerance=1e-2)
 
 
 def moe(T: int, E: int, top_k: int, H: int, I: int, padded_H: int, padded_I: int, flat_scales: bool):
@@ -275,6 +280,53 @@ def test_moe_mxfp4(sizes, flat_scales):
     torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
     # It does matter that the hidden activations are quantized.
     assert (reference.moe(x, ids, shares, *weights) - exact).norm() > 0.01 * exact.norm()
+
+
+TUPLES = {
+    "nvfp4_gemv": lambda: gemv(200, 256, 3)[0],
+    "nvfp4_gemm": lambda: gemm(72, 40, 256, 3)[0],
+    "nvfp4_dual_gemm": lambda: dual_gemm(72, 40, 256, 1)[0],
+    "nvfp4_group_gemm": lambda: group_gemm((40, 56, 768), (200, 72, 64))[0],
+    "mxfp4-mm": lambda: mm(4, 288, 512)[0],
+    "moe-mxfp4": lambda: moe(7, 5, 3, 96, 64, 128, 128, True)[0],
+}
+
+
+def posed(problem: str, monkeypatch) -> list[Problem]:
+    """The Problems that an entry puts to the dispatcher, those of composite kernels' products among them."""
+    found = []
+
+    def choose(problem, *arguments):
+        found.append(problem)
+        return dispatch.choose(problem, *arguments)
+
+    monkeypatch.setattr(operators, "choose", choose)
+    entry(problem)(TUPLES[problem]())
+    return found
+
+
+def able(problem: Problem, arch: str) -> list[str]:
+    """Kernels written for this architecture, not for any, that answer the problem where their libraries are there."""
+    found = [kernel for kernel in kernels() if arch in kernel.archs]
+    return [k.name for k in found if replace(k, also=None).why_not(replace(problem, arch=arch)) is None]
+
+
+@pytest.mark.parametrize("problem", TUPLES)
+def test_hopper_has_a_kernel_for_every_call(problem, monkeypatch):
+    """None is left to torch, which decodes all of the weight, or to one product a group."""
+    calls = posed(problem, monkeypatch)
+    assert calls
+    for call in calls:
+        assert able(call, "sm_90"), f"{call} on sm_90"
+
+
+@pytest.mark.parametrize("problem", ["nvfp4_gemm", "nvfp4_dual_gemm", "nvfp4_group_gemm", "mxfp4-mm"])
+def test_blackwell_multiplies_natively(problem, monkeypatch):
+    monkeypatch.setattr(nb, "scale_layout", lambda format, device: BLOCKED_128x4)
+    products = [call for call in posed(problem, monkeypatch) if call.op == "linear"]
+    assert products
+    for call in products:
+        assert able(call, "sm_100") == ["triton_linear_native"]
 
 
 def allocations(problem: str, data) -> list[int]:
