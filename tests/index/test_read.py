@@ -441,3 +441,18 @@ def test_numbers_that_are_not_finite_become_null():
     assert plain({"a": -float("inf")}) == {"a": None}
     with pytest.raises(TypeError):
         to_json({"a": object()})
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"operation": "toy-gemv"}, {"hardware": "NVIDIA B200"}, {"status": "wrong"}, {"since": "2026-01-02"}],
+)
+def test_runs_are_listed_by_an_index_alone(catalog, wanted):
+    conditions = read._run_conditions(catalog, RunFilter(**wanted)) | {
+        "(r.observed_at, r.id) < (?, ?)": (read.LATEST, 0)
+    }
+    values = [value for of in conditions.values() for value in of]
+    query = f"EXPLAIN QUERY PLAN {read.RUNS} WHERE {' AND '.join(conditions)} ORDER BY r.observed_at DESC, r.id DESC"
+    steps = [row["detail"] for row in catalog.all(query, *values) if row["parent"] == 0]
+    assert steps
+    assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]

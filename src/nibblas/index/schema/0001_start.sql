@@ -147,7 +147,7 @@ CREATE TABLE implementation_technique (
     mentions INTEGER NOT NULL,
     PRIMARY KEY (technique, implementation)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX implementation_techniques ON implementation_technique (implementation);
+CREATE INDEX implementation_techniques ON implementation_technique (implementation, uses);
 
 -- Facts of a revision as its source gives them. Those read from its files are findings of topic "requirement".
 CREATE TABLE compat (
@@ -208,8 +208,10 @@ CREATE TABLE run (
 CREATE INDEX run_of_implementation ON run (implementation, seconds);
 CREATE INDEX run_cohort ON run (operation, workload, protocol, device, seconds);
 CREATE INDEX run_of_workload ON run (workload);
-CREATE INDEX run_of_device ON run (device, implementation);
-CREATE INDEX run_observed ON run (observed_at);
+-- Runs are listed newest first, of one status.
+CREATE INDEX run_of_operation ON run (operation, status, observed_at);
+CREATE INDEX run_of_device ON run (device, status, observed_at);
+CREATE INDEX run_observed ON run (status, observed_at);
 
 CREATE TABLE figure (
     run INTEGER NOT NULL REFERENCES run,
