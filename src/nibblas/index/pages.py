@@ -15,6 +15,7 @@ from nibblas.index import listing, pictures, read
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import (
     Dossier,
+    Finding,
     Include,
     NotFoundError,
     OperationPage,
@@ -49,11 +50,12 @@ FACETS = {
     "source": "Kind of source",
     "origin": "Written by",
 }
+Kinds = dict[str, list[Finding]]
 KINDS: tuple[FactKind, ...] = get_args(FactKind)
 SOURCE: tuple[Include, ...] = ("source",)
 INDEX: Crumbs = (("Index", "/"),)
 MOST_ON_HOME = 24  # links of one kind
-MOST_LINES = 6  # findings of one technique in a dossier
+MOST_LINES = 10  # of one technique and kind in a dossier
 MOST_PICTURES = 2  # of samples in a dossier
 MOST_POINTS = 40  # of one roofline
 
@@ -220,7 +222,9 @@ def technique(catalog: Catalog, slug: str) -> Page:
     found = read.technique(catalog, slug)
     description = f"{found.line.name}: which implementations use it, and the lines that show it."
     crumbs = (*INDEX, ("Techniques", "/techniques"))
-    return Page("technique.html", f"/techniques/{slug}", found.line.name, description, found, crumbs=crumbs)
+    shown = {card.slug for card in found.results.cards if card.source_shown}
+    values = {"shown": shown}
+    return Page("technique.html", f"/techniques/{slug}", found.line.name, description, found, values, crumbs=crumbs)
 
 
 def hardware(catalog: Catalog) -> Page:
@@ -415,14 +419,22 @@ def run_groups(runs: Iterable[RunLine]) -> list[tuple[str, list[RunLine]]]:
     return list(found.items())
 
 
-def technique_groups(found: Iterable[TechniqueUse]) -> list[tuple[str, list[TechniqueUse], str]]:
+def technique_groups(found: Iterable[TechniqueUse]) -> list[tuple[str, list[tuple[TechniqueUse, Kinds]], str]]:
     """Techniques that are used, then those that are only mentioned; each with what is said if there is none."""
-    found = list(found)
-    used, mentioned = [t for t in found if t.uses], [t for t in found if not t.uses]
+    kinds = [(use, by_kind(use)) for use in found]
+    used, mentioned = [entry for entry in kinds if entry[0].uses], [entry for entry in kinds if not entry[0].uses]
     return [
         ("Used", used, "No rule found a use."),
         ("Only mentioned", mentioned, "Nothing is mentioned that isn't used as well."),
     ]
+
+
+def by_kind(use: TechniqueUse) -> Kinds:
+    """The findings of a technique by kind: uses, declarations, comments, strings."""
+    found: Kinds = {}
+    for finding in use.findings:
+        found.setdefault(finding.body["kind"], []).append(finding)
+    return found
 
 
 def cited(dossier: Dossier, path: str) -> dict[int, list[str]]:
