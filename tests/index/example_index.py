@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from made_up import OPERATION, RUN, make_item
 
+from nibblas.index.ingest import scan
 from nibblas.index.model import (
     Environment,
     Event,
@@ -87,5 +88,6 @@ def fill(store: Store) -> None:
     store.add(one_file("linear", "linear_kernel", "linear.py", KERNEL, runs, operation=LINEAR))
     wrong = replace(RUN, status="wrong", reason="NaN at (0, 0)", figures=(), samples=(), error=None)
     store.add(one_file("gemv-wrong", "gemv_wrong", "wrong.py", KERNEL.replace("atomic_add", "store"), (wrong,)))
+    scan(store)
     disputed = store.connection.execute("SELECT digest FROM implementation WHERE slug = 'gemv-slow'").fetchone()[0]
     store.record(Event("dispute", disputed, by="bob", reason="it was timed on a shared card"))
