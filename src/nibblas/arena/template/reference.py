@@ -18,7 +18,7 @@ def generate_input(m: int, n: int, k: int, seed: int) -> input_t:
     # A row's blocks lie within four octaves, so that none drowns in the sum; the rows span many more.
     row = torch.randint(115, 136, (n, 1), generator=generator)
     scales = (row + torch.randint(4, (n, k // BLOCK_SIZE), generator=generator)).to(torch.uint8)
-    return x.to(DEVICE), codes.to(DEVICE), scales.to(DEVICE)
+    return x.to(DEVICE), codes.to(DEVICE).view(torch.float4_e2m1fn_x2), scales.to(DEVICE).view(torch.float8_e8m0fnu)
 
 
 def ref_kernel(data: input_t) -> output_t:

@@ -8,10 +8,11 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of an MXFP4 matrix: codes (N, K/2) and scales (N, K/32), both uint8 -> (N, K) of dtype."""
+    """The values of an MXFP4 matrix: codes (N, K/2) and scales (N, K/32) -> (N, K) of dtype."""
     table = torch.tensor(E2M1, dtype=dtype, device=codes.device)
-    values = table[torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).int()]
-    multipliers = torch.exp2(scales.to(dtype) - 127)
+    pairs = codes.view(torch.uint8)
+    values = table[torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2).int()]
+    multipliers = torch.exp2(scales.view(torch.uint8).to(dtype) - 127)
     return values * multipliers.repeat_interleave(BLOCK_SIZE, dim=-1)
 
 
