@@ -140,3 +140,62 @@ def _run(
         print_record(found, Console())
         print(f"record: {path}")
     raise typer.Exit(popcorn_log.exit_code(found) if popcorn else int(found.verdict != "correct here"))
+
+
+@app.command("show", no_args_is_help=True)
+def _show(
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A file that `run` wrote.", show_default=False)],
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Write one self-contained page instead.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record, checked against its schema.")] = False,
+) -> None:
+    """Show a record: verdicts, errors, times and how they spread, findings, and how it was done."""
+    from nibblas.arena import record as records
+
+    found = records.read(record)
+    if html is not None:
+        from nibblas.arena.page import page
+
+        html.write_text(page(found))
+    elif as_json:
+        print(found.to_json(), end="")
+    else:
+        from nibblas.arena.show import show
+
+        show(found)
+
+
+@app.command("new", no_args_is_help=True)
+def _new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for the problem.", show_default=False)],
+    parent: Annotated[Path, typer.Option(metavar="FOLDER", help="Where its folder is to be.")] = Path(),
+) -> None:
+    """Make a problem directory from the template, with a first submission that is right."""
+    from nibblas.arena.new import new
+
+    print(new(name, parent))
+
+
+@app.command("lint", no_args_is_help=True)
+def _lint(
+    problem: Directory,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:1 ...")] = "cpu",
+    hardened: Annotated[bool, typer.Option(help="Lint the inputs that `run --hardened` adds.")] = False,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds for one case.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Try each case of a problem with wrong answers. Exits with 1 where one would pass, or the problem has a fault."""
+    import json
+    from dataclasses import asdict
+
+    from nibblas.arena.lint import lint_problem, print_lint
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+        found = lint_problem(problem, device, hardened=hardened, budget=budget, progress=status.update)
+    if as_json:
+        print(json.dumps([{**asdict(case), "weak": case.weak} for case in found], indent=1))
+    else:
+        print_lint(found, Console())
+    raise typer.Exit(int(any(case.weak or case.faults for case in found)))

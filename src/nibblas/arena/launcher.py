@@ -5,7 +5,7 @@ tells on FD, a line of JSON each, what isolation is in force before any of the p
 ended. When its stdin closes it ends the program and all that the program started. It imports the standard library
 alone: a process can't change its user namespace once a library has started threads.
 
-- user: another user than the one who runs the arena: nobody where that one is root, else the only user of a namespace.
+- user: where root runs the arena a user that no other program has, else the only user of a namespace.
 - privileges: none, and none to be had.
 - processes: a PID namespace; when its first process goes, the kernel ends every process in it.
 - files: a mount namespace: everything read-only but a working folder and empty temporary folders; hidden folders are
@@ -30,11 +30,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 KINDS = ("user", "processes", "files", "network", "ipc")  # of isolation, that can be asked for
 NOBODY = 65534
+OWN_USERS = range(61184, 65520)  # numbers that systems leave to those who need a user for a while
 MAX_FILE = 8 << 30  # bytes of a file that the program writes
 MAX_PROCESSES = 4096  # processes and threads
 DEVICES = ("null", "zero", "full", "random", "urandom", "kfd", "dri", "dxg")  # and all that begins with "nvidia"
@@ -153,13 +155,14 @@ def launch(settings: Settings, told: int) -> None:
     """Isolate, start the program, and wait for its end or for that of stdin. Never returns."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     state = _new_namespaces(settings.allow)
+    own_user = OWN_USERS[os.getpid() % len(OWN_USERS)]
     hide_from_other_processes()
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.close(reading)
         os.close(0)
         os.open(os.devnull, os.O_RDONLY)
-        _first(settings, state, told, writing)
+        _first(settings, state, told, writing, own_user)
     os.close(told)
     os.close(writing)
     # The first process lives as long as the program; stdin as long as the one who asked.
@@ -178,7 +181,7 @@ def _new_namespaces(allow: tuple[str, ...]) -> dict[str, bool | str]:
         _new_user()
     for kind in _CLONE:
         if kind not in state:
-            state[kind] = _tried(lambda flag=_CLONE[kind]: _unshare(flag))  # type: ignore[misc]
+            state[kind] = _tried(partial(_unshare, _CLONE[kind]))
     return state
 
 
@@ -216,43 +219,42 @@ def _new_user() -> None:
 
 def _sweep() -> None:
     """End the first process, with which its namespace goes, and whatever else stands below this process."""
-    for _ in range(200):
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        left = list(descendants(os.getpid()))
-        for process in left:
+    for _ in range(500):
+        for process in list(descendants(os.getpid())):
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        if not left:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
             return
         time.sleep(0.01)
 
 
-def _first(settings: Settings, state: dict[str, bool | str], told: int, alive: int) -> None:
+def _first(settings: Settings, state: dict[str, bool | str], told: int, alive: int, own_user: int) -> None:
     """The first process of the namespaces: arranges files, starts the program, waits for it. Never returns."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     if state["files"] is True:
         state["files"] = _tried(lambda: _arrange(settings, state))
-    becomes_nobody = False
+    user = None
     if "user" not in settings.allow:
         state["user"] = "not asked for"
     elif os.geteuid() == 0:
-        why = _why_not(lambda: _become_nobody(settings))
-        becomes_nobody = why is None
-        state["user"] = True if why is None else f"still root: {why}"
+        whys = {one: _why_not(partial(_become, one, settings)) for one in (own_user, NOBODY)}
+        user = next((one for one, why in whys.items() if why is None), None)
+        state["user"] = True if user is not None else f"still root: {whys[own_user]}"
     else:
         state["user"] = True if state["processes"] is True else "the same user, who may end processes of the arena"
-    if becomes_nobody:
+    if user is not None:
         for folder, folders, names in os.walk(settings.folder):
             for path in (folder, *(os.path.join(folder, name) for name in folders + names)):
-                os.chown(path, NOBODY, NOBODY)
+                os.chown(path, user, user)
     program = os.fork()
     if program == 0:
         os.close(alive)
         try:
-            _run(settings, becomes_nobody, told, state)
+            _run(settings, user, told, state)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(127)
@@ -269,7 +271,7 @@ def _first(settings: Settings, state: dict[str, bool | str], told: int, alive: i
     os._exit(0)
 
 
-def _run(settings: Settings, becomes_nobody: bool, told: int, state: dict[str, bool | str]) -> None:
+def _run(settings: Settings, user: int | None, told: int, state: dict[str, bool | str]) -> None:
     """Become the program."""
     os.setsid()
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # or this process could not write its own files in /proc
@@ -277,8 +279,8 @@ def _run(settings: Settings, becomes_nobody: bool, told: int, state: dict[str, b
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     _drop_capabilities()
-    if becomes_nobody:
-        _become_nobody(settings)
+    if user is not None:
+        _become(user, settings)
     state["privileges"] = _tried(lambda: _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     os.chdir(settings.folder)
     os.write(told, json.dumps(state).encode() + b"\n")
@@ -308,14 +310,14 @@ def _drop_capabilities() -> None:
         capability += 1
 
 
-def _become_nobody(settings: Settings) -> None:
-    """Change to the user nobody, who keeps the groups of GPU devices; OSError where Python would be out of reach."""
+def _become(user: int, settings: Settings) -> None:
+    """Change to a user, who keeps the groups of GPU devices; OSError where Python would be out of reach."""
     os.setgroups(sorted(_gpu_groups()))
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
     for path in (settings.command[0], __file__):
         if not os.access(path, os.R_OK):
-            raise PermissionError(errno.EACCES, f"the user nobody can't read {path}")
+            raise PermissionError(errno.EACCES, f"another user can't read {path}")
 
 
 def _gpu_groups() -> set[int]:

@@ -212,9 +212,14 @@ class Contestant:
         self.launch()
         if self.is_ready:
             return
-        told = self._ask("start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins))
-        self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
-        self._time_empty_calls()
+        try:
+            told = self._ask(
+                "start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins)
+            )
+            self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
+            self._time_empty_calls()
+        except FaultError as fault:  # none of the submission has run yet
+            raise RuntimeError(f"the arena's worker can't be started: {fault.message}") from None
         try:
             loaded = self._ask("load", self.seconds, main=self.submission.main)
             self._raise_if_failed(loaded, "the submission can't be loaded")
