@@ -2,12 +2,22 @@
 
 import doctest
 import hashlib
+import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 import nibblas.arena.problem
-from nibblas.arena.problem import ArenaError, Case, combine_seed, parse_case, read_task
+from nibblas.arena.problem import (
+    OPTIONAL_KEYS,
+    REQUIRED_KEYS,
+    ArenaError,
+    Case,
+    combine_seed,
+    parse_case,
+    read_task,
+)
 
 REFERENCE = "def generate_input(seed): ...\ndef check_implementation(data, output): ...\n"
 FILES = [
@@ -275,6 +285,13 @@ def test_too_few_gpus_are_a_reason_with_numbers(directory):
     task = read_task(written(directory, multi_gpu=True, tests=tests))
     assert task.why_not(1) == "its cases need 8 GPUs (world_size), this machine has 1"
     assert task.why_not(8) is None
+
+
+def test_the_documentation_names_every_key():
+    page = (Path(__file__).parents[2] / "docs" / "arena.md").read_text()
+    section = page.split("## Problems", 1)[1].split("\n## ", 1)[0]
+    names = {name for row in re.findall(r"^\| ([a-z_, ]+) \|", section, re.MULTILINE) for name in row.split(", ")}
+    assert names - {"key"} == {*REQUIRED_KEYS, *OPTIONAL_KEYS}
 
 
 def test_examples():

@@ -1,7 +1,9 @@
 """Stand-ins: what they compute, against the oracle; that they leave no trace; and that each call is counted."""
 
 import importlib
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -376,6 +378,13 @@ def test_modules_that_give_exceptions_only(monkeypatch):
         for name in ("used_gone", "mixed_gone"):
             with pytest.raises(ModuleNotFoundError):
                 importlib.import_module(name)
+
+
+def test_the_documentation_names_every_stand_in():
+    page = (Path(__file__).parents[2] / "docs" / "arena.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \|", page.split("## What stands in", 1)[1], re.MULTILINE)
+    for name in ALL:
+        assert any(row.replace('"', "").startswith(name) for row in rows), name
 
 
 def test_what_is_provided():

@@ -32,12 +32,6 @@ CUDA = "device cuda on a CPU"
 AITER = "aiter"
 NAMES_ONLY = "names of exceptions"
 ALL = (SCALED_MM, CUDA, AITER, NAMES_ONLY)
-WHAT = {
-    SCALED_MM: "FP4 operands decoded, a float64 product, one rounding",
-    CUDA: "tensors, generators, events and streams of the CPU",
-    AITER: "quantizers, shuffles and products of nibblas",
-    NAMES_ONLY: "modules that are missing and of which only exception classes are named, in except clauses",
-}
 
 
 @dataclass
@@ -112,7 +106,7 @@ def install(device: torch.device, names: Iterable[str] = ALL, sources: Iterable[
             }
             stand_ins._add_module(module, counted)
     if NAMES_ONLY in names:
-        for module, exceptions in _exception_modules(sources).items():
+        for module, exceptions in exception_modules(sources).items():
             _add_exceptions(stand_ins, module, exceptions)
     return stand_ins
 
@@ -336,7 +330,7 @@ def _host_stream(stream: Any) -> Iterator[Any]:
     yield stream
 
 
-def _exception_modules(sources: Iterable[bytes | str]) -> dict[str, set[str]]:
+def exception_modules(sources: Iterable[bytes | str]) -> dict[str, set[str]]:
     """Missing modules with the names that the sources import from them, where all stand in except clauses alone."""
     found: dict[str, set[str]] = defaultdict(set)
     needed: set[str] = set()

@@ -16,7 +16,7 @@ from typing import Literal
 
 from nibblas.arena.problem import ArenaError, Task, is_plain
 from nibblas.arena.record import Finding, Scalar, SubmissionFacts
-from nibblas.arena.standins import provides
+from nibblas.arena.standins import exception_modules, provides
 
 SUFFIXES = {"py": (".py",), "cu": (".cu", ".cuh", ".cpp")}
 MAX_BYTES = 16 << 20  # of all files of a submission together
@@ -201,9 +201,12 @@ def why_not(
     something of ours takes the place of a module, or of a name in it (name None asks for the module).
     """
     beside = _names_beside(submission, task)
+    only_caught = exception_modules([*submission.files.values(), *(file.content for file in task.files)])
     for found in imports(submission):
         top = found.module.split(".")[0]
-        if found.optional or top in beside or stands_in(found.module, found.name) or _is_installed(top):
+        if found.optional or top in beside or found.module in only_caught:
+            continue
+        if stands_in(found.module, found.name) or _is_installed(top):
             continue
         what = found.module if found.name is None or not stands_in(top, None) else f"{found.module}.{found.name}"
         return f"{found.where} imports {what}, which is not installed here{_about(top)}"
