@@ -123,6 +123,14 @@ def test_a_listing_is_coloured():
     assert '<span class="tf">f</span>' in lines[7]
 
 
+def test_cuda_in_a_python_string_is_coloured_as_cuda():
+    lines = listing.lines("a.py", SOURCE)
+    assert lines[1] == 'code = <span class="ts">r&#34;&#34;&#34;</span>'
+    assert '<span class="tk">__global__</span>' in lines[2]
+    plain = listing.lines("a.py", SOURCE.replace("__global__ void f() { if (a < b && c) return; }", "return of f"))
+    assert plain[2] == '<span class="ts">return of f</span>'
+
+
 @pytest.mark.parametrize(
     ("text", "lines"), [("", [""]), ("a", ["a"]), ("a\n\n", ["a", ""]), ("a\r\nb\r\n", ["a", "b"]), ("a\rb\n", ["a b"])]
 )

@@ -1,5 +1,6 @@
 """Source as HTML: one piece of markup a line, coloured by Pygments, and the lines that differ between two files."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -12,6 +13,7 @@ from pygments.lexer import Lexer
 from pygments.lexers import CLexer, CppLexer, CudaLexer, PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
 
+from nibblas.index.languages import of_code
 from nibblas.index.model import language_of
 
 LEXERS: dict[str, type[Lexer]] = {
@@ -34,6 +36,7 @@ CLASSES = (
     (Name.Class, "tf"),
     (Name.Decorator, "tf"),
 )
+STRING = re.compile(r"""([A-Za-z]*(?:\"{3}|'{3}))(.*)(\"{3}|'{3})""", re.DOTALL)
 MOST_HIGHLIGHTED = 1_000_000  # characters; a longer file is shown without colours
 MOST_COMPARED = 20_000  # lines
 # What would reorder, hide or end a line on a screen without standing in the file's lines: shown by its code point.
@@ -66,13 +69,23 @@ def _unix(text: str) -> str:
 
 
 def _tokens(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Pieces of the text, in order, each with its class ("" for none)."""
-    lexer = LEXERS.get(language_of(path) or "")
-    if lexer is None or len(text) > MOST_HIGHLIGHTED:
+    """Pieces of the text, in order, each with its class ("" for none). Code in a Python string is read as code."""
+    language = language_of(path) or ""
+    if language not in LEXERS or len(text) > MOST_HIGHLIGHTED:
         yield "", text
         return
-    for _, kind, value in lexer().get_tokens_unprocessed(text):
-        yield _class_of(kind), value
+    for cls, run in groupby(_lexed(language, text), key=lambda token: token[0]):
+        piece = "".join(value for _, value in run)
+        code = STRING.fullmatch(piece) if language == "python" and cls == "ts" else None
+        inner = of_code(code[2]) if code else None
+        if code and inner in LEXERS:
+            yield from (("ts", code[1]), *_lexed(inner, code[2]), ("ts", code[3]))
+        else:
+            yield cls, piece
+
+
+def _lexed(language: str, text: str) -> Iterator[tuple[str, str]]:
+    return ((_class_of(kind), value) for _, kind, value in LEXERS[language]().get_tokens_unprocessed(text))
 
 
 @cache

@@ -437,18 +437,21 @@ def by_kind(use: TechniqueUse) -> Kinds:
     return found
 
 
-def cited(dossier: Dossier, path: str) -> dict[int, list[str]]:
-    """What was found on each line of a file, in a word or two: a technique, a licence, a fact."""
+def cited(dossier: Dossier, path: str) -> dict[int, dict[str, bool]]:
+    """What was found on each line of a file (a technique, a licence, a fact), and whether it is more than a mention."""
     licence = dossier.licence
-    named: list[tuple[str, Iterable[Any]]] = [(use.technique.name, use.findings) for use in dossier.techniques]
-    named += [("licence", licence.findings), ("third party", licence.third_party)]
-    named += [(f"{fact.kind}: {subject(fact)}", (fact,)) for fact in dossier.facts]
-    found: dict[int, dict[str, None]] = {}
-    for name, entries in named:
+    named: list[tuple[str, bool, Iterable[Any]]] = [
+        (use.technique.name, kind == "use", found) for use in dossier.techniques for kind, found in by_kind(use).items()
+    ]
+    named += [("licence", True, licence.findings), ("third party", True, licence.third_party)]
+    named += [(f"{fact.kind}: {subject(fact)}", True, (fact,)) for fact in dossier.facts]
+    found: dict[int, dict[str, bool]] = {}
+    for name, used, entries in named:
         for entry in entries:
             if entry.path == path and entry.line:
-                found.setdefault(entry.line, {})[name] = None
-    return {line: list(names) for line, names in sorted(found.items())}
+                names = found.setdefault(entry.line, {})
+                names[name] = names.get(name, False) or used
+    return dict(sorted(found.items()))
 
 
 def changed(dossier: Dossier) -> Iterator[tuple[str, str, list[listing.Row] | None]]:
