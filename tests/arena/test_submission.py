@@ -157,7 +157,7 @@ def test_a_stand_in_answers_for_a_module_but_only_for_the_names_it_has(submissio
     good = "from aiter import dtypes, QuantType\nfrom aiter.ops.shuffle import shuffle_weight\nimport aiter.mla\n"
     assert why_not(submission_of(good), task, "cpu") is None
     reason = why_not(submission_of("from aiter.ops.gemm_op_a4w4 import gemm_a4w4_asm"), task, "cpu")
-    assert "imports aiter.ops.gemm_op_a4w4.gemm_a4w4_asm, which is not installed here (AMD's kernels" in reason
+    assert "imports aiter.ops.gemm_op_a4w4.gemm_a4w4_asm, which our stand-in for aiter lacks (AMD's kernels" in reason
     reason = why_not(submission_of("from aiter.ops.shuffle import shuffle_everything"), task, "cpu")
     assert "aiter.ops.shuffle.shuffle_everything" in reason
     assert why_not(submission_of(good), task, "cpu", stands_in=lambda module, name: False) is not None
@@ -231,7 +231,7 @@ def test_code_for_a_gpu_can_not_be_compiled_for_a_cpu(submission_of, task, call,
     ],
 )
 def test_errors_that_are_the_machines(submission_of, task, error, message):
-    assert incompatibility(error, message, submission_of(KERNEL), task).startswith(message[:60])
+    assert message[:60] in incompatibility(error, message, submission_of(KERNEL), task)
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,10 @@ def why_not(
             continue
         if stands_in(found.module, found.name) or _is_installed(top):
             continue
-        what = found.module if found.name is None or not stands_in(top, None) else f"{found.module}.{found.name}"
-        return f"{found.where} imports {what}, which is not installed here{_about(top)}"
+        if stands_in(top, None):
+            what = ".".join(filter(None, (found.module, found.name)))
+            return f"{found.where} imports {what}, which our stand-in for {top} lacks{_about(top)}"
+        return f"{found.where} imports {found.module}, which is not installed here{_about(top)}"
     return _why_not_arch(submission, arch)
 
 
@@ -334,7 +336,6 @@ _LACKS = re.compile(
             r"not supported on \.target|requires \.target|unsupported gpu architecture",
             r"is not defined for option 'gpu-name'",
             r"expects arch to be one of",
-            r"0 active drivers",
             r"nibblas' stand-in for",
         )
     ),
@@ -353,6 +354,8 @@ def incompatibility(error: str, message: str, submission: Submission, task: Task
         missing = re.search(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'", message)
         top = (missing[1] or missing[2]).split(".")[0] if missing else ""
         return f"{brief}{_about(top)}" if top and top not in _names_beside(submission, task) else None
+    if "active drivers" in message:
+        return f"Triton finds no GPU: {brief}"
     return brief if _LACKS.search(message) else None
 
 
