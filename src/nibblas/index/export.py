@@ -21,7 +21,7 @@ from typing import Any
 
 from nibblas.index import pages, read, render
 from nibblas.index.catalog import Catalog
-from nibblas.index.documents import Card, Query, RunFilter, to_json
+from nibblas.index.documents import Card, Query, RunFilter, RunsPage, to_json
 from nibblas.index.model import now
 from nibblas.index.render import MENU, Links, Page, Pairs
 
@@ -203,24 +203,33 @@ def _of_implementation(catalog: Catalog, slug: str) -> Iterator[Page]:
 
 
 def _runs(catalog: Catalog) -> Iterator[Page]:
-    """The pages of all runs, and lists of the newest."""
-    number, cursor = 1, None
+    """The pages of all runs, and lists of the newest that passed."""
     first = pages.runs(catalog, {})
+    for status in read.STATUSES:
+        for number, found in enumerate(_run_pages(catalog, RunFilter(status=status, limit=PAGE_SIZE)), 1):
+            if status == "passed" and number <= MOST_PAGES:
+                yield _run_list(first, found, number)
+            for line in found.runs:
+                yield pages.run(catalog, line.digest)
+
+
+def _run_pages(catalog: Catalog, wanted: RunFilter) -> Iterator[RunsPage]:
+    """All pages of a list of runs; at least one, which may be empty."""
     while True:
-        wanted = RunFilter(cursor=cursor, limit=PAGE_SIZE)
         found = read.runs(catalog, wanted)
-        cursor = found.next
-        if number <= MOST_PAGES:
-            last = number + (cursor is not None and number < MOST_PAGES)
-            cut = cursor is not None and number == MOST_PAGES
-            numbers = [(str(n), f"/runs/page/{n}" if n > 1 else "/runs", n == number) for n in range(1, last + 1)]
-            path = numbers[number - 1][1]
-            yield replace(first, path=path, document=found, values={**first.values, "numbers": numbers, "cut": cut})
-        for line in found.runs:
-            yield pages.run(catalog, line.digest)
-        number += 1
-        if cursor is None:
+        yield found
+        if found.next is None:
             return
+        wanted = replace(wanted, cursor=found.next)
+
+
+def _run_list(first: Page, found: RunsPage, number: int) -> Page:
+    """One page of the list of runs, with links to those before it and the one after."""
+    last = number if found.next is None or number == MOST_PAGES else number + 1
+    numbers = [(str(n), f"/runs/page/{n}" if n > 1 else "/runs", n == number) for n in range(1, last + 1)]
+    cut = found.next is not None and number == MOST_PAGES
+    path = numbers[number - 1][1]
+    return replace(first, path=path, document=found, values={**first.values, "numbers": numbers, "cut": cut})
 
 
 def _lists(catalog: Catalog) -> Iterator[Page]:

@@ -110,7 +110,7 @@ def implementation(catalog: Catalog, name: str) -> Page:
     it, levels = dossier.implementation, dossier.levels
     values = {
         "name": name,
-        "superseded": any(revision.revision > (it.revision or 0) for revision in dossier.revisions),
+        "current": dossier.digest if name == it.slug else read.implementation(catalog, it.slug).digest,
         "sections": SECTIONS,
         "matrix": matrix(dossier.facts),
         "kinds": KINDS,
