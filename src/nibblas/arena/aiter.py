@@ -19,7 +19,7 @@ from nibblas.arena.products import AITER_SCALE_RULE
 from nibblas.arena.rounding import round_once
 from nibblas.formats import E8M0, MXFP4, e2m1_decode, unpack
 from nibblas.layouts import LINEAR, CDNA_32x8, Layout, SHUFFLED_16x16
-from nibblas.quantize import quantize
+from nibblas.ops import quantize
 from nibblas.tensor import ScaledTensor
 
 SCALE_ROWS = 256  # aiter pads shuffled scales to whole runs of so many rows
