@@ -57,6 +57,7 @@ INDEX: Crumbs = (("Index", "/"),)
 MOST_ON_HOME = 24  # links of one kind
 MOST_LINES = 10  # of one technique and kind in a dossier
 MOST_PICTURES = 2  # of samples in a dossier
+MOST_RANKED = 20  # of one cohort of an operation
 MOST_POINTS = 40  # of one roofline
 
 
@@ -195,7 +196,7 @@ def operations(catalog: Catalog) -> Page:
 def operation(catalog: Catalog, slug: str, given: Params) -> Page:
     """An operation with its ranks, or with those of one workload or cohort."""
     workload, cohort = _one(given, "workload"), _one(given, "cohort")
-    found = read.operation(catalog, slug, workload=workload, cohort=cohort)
+    found = read.operation(catalog, slug, workload, cohort, MOST_RANKED)
     wanted = [(name, value) for name, value in (("workload", workload), ("cohort", cohort)) if value]
     return Page(
         "operation.html",
