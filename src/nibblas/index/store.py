@@ -365,6 +365,8 @@ class Store:
         )[0]
 
     def _keep_scan(self, key: int, scan: Scan) -> None:
+        if self._the("SELECT versions FROM scan WHERE id = ?", key)["versions"] == scan.versions:
+            return
         self.connection.execute("DELETE FROM finding WHERE scan = ?", (key,))
         self.connection.executemany(
             "INSERT INTO finding (scan, topic, line, body) VALUES (?, ?, ?, ?)", [(key, *found) for found in scan.found]
