@@ -187,10 +187,24 @@ def test_targets_named_to_a_compiler(submission_of, task, flags, runs_on):
         assert why_not(submission, task, "cpu").endswith(" only, this is a CPU")
 
 
-def test_an_architecture_list_in_the_environment(submission_of, task):
-    submission = submission_of("import os\nos.environ['TORCH_CUDA_ARCH_LIST'] = '9.0a 10.0a'\n")
-    assert why_not(submission, task, "sm_90") is None
-    assert "sm_100a, sm_90a only, this device is sm_86" in why_not(submission, task, "sm_86")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.environ['TORCH_CUDA_ARCH_LIST'] = '9.0a 10.0a'\n",
+        "import os\nos.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0a;10.0a')\n",
+    ],
+)
+def test_an_architecture_list_in_the_environment(submission_of, task, text):
+    assert why_not(submission_of(text), task, "sm_90") is None
+    assert "submission.py:2 compiles for sm_100a, sm_90a only, this" in why_not(submission_of(text), task, "sm_86")
+    assert why_not(submission_of(text.replace("10.0a", "8.0+PTX")), task, "sm_120") is None
+
+
+def test_a_version_is_no_architecture(submission_of, task):
+    text = (
+        "VERSION = '1.0'\nFLAGS = ['-O3', '-DVERSION=9.0', f'-arch=sm_{100}a', '-arch=native']\nprint('9.0', '8.6')\n"
+    )
+    assert why_not(submission_of(text), task, "cpu") is None
 
 
 def test_options_are_found_in_a_file_that_has_lost_its_indentation(submission_of, task):

@@ -20,6 +20,7 @@ from nibblas.arena.standins import exception_modules, provides
 
 SUFFIXES = {"py": (".py",), "cu": (".cu", ".cuh", ".cpp")}
 MAX_BYTES = 16 << 20  # of all files of a submission together
+MAX_OPTION = 500  # characters of a string that may be compiler options
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,8 @@ def read_header(text: str, where: str = "submission") -> tuple[str | None, tuple
         if key in found:
             raise ArenaError(f"{where}: the header gives {key} twice")
         found[key] = words[1:]
-    return found.get("leaderboard", [None])[0], tuple(found.get("gpus", ()))  # type: ignore[list-item]
+    leaderboard = found.get("leaderboard")
+    return leaderboard[0] if leaderboard else None, tuple(found.get("gpus", ()))
 
 
 def imports(submission: Submission) -> list[Import]:
@@ -239,14 +241,14 @@ def _is_installed(top: str) -> bool:
 
 # Targets as they are given to compilers: -gencode=arch=compute_100a,code=sm_100a, --offload-arch=gfx942.
 _TARGET = re.compile(
-    r"(?:arch|code)\s*[=\s]\s*\[?(?:compute_|sm_|lto_)?(?:(?P<sm>\d{2,3}[af]?)|(?P<gfx>gfx[0-9a-f]+))\b"
+    r"(?:arch|code)[=\s]\s*\[?(?:(?P<kind>compute|sm)_(?P<number>\d{2,3}[af]?)|(?P<gfx>gfx[0-9a-f]+))\b"
 )
-_ARCH_LIST = re.compile(r"^\s*\d+\.\d[af]?(?:\+PTX)?(?:[\s;,]+\d+\.\d[af]?(?:\+PTX)?)*\s*$")
+_ARCH_LIST = "TORCH_CUDA_ARCH_LIST"  # torch's environment variable: 9.0a;10.0a+PTX
 
 
 def _why_not_arch(submission: Submission, arch: str) -> str | None:
     """A reason where the submission names targets for its compiler, and none of them runs on this device."""
-    targets = {target: where for where, text in _literals(submission) for target in _targets(text)}
+    targets = dict(_named_targets(submission))
     if targets and not any(_runs(target, arch) for target in targets):
         device = "this is a CPU" if arch == "cpu" else f"this device is {arch}"
         return f"{next(iter(targets.values()))} compiles for {', '.join(sorted(targets))} only, {device}"
@@ -258,31 +260,41 @@ def _why_not_arch(submission: Submission, arch: str) -> str | None:
     return None
 
 
-def _literals(submission: Submission) -> Iterator[tuple[str, str]]:
-    """Short strings that may be compiler options, with their file and line; of what is not Python, quoted runs."""
+def _named_targets(submission: Submission) -> Iterator[tuple[str, str]]:
+    """Targets that compiler options or torch's list of architectures name, with their file and line."""
     trees = dict(_trees(submission))
     for file, content in submission.files.items():
         if file in trees:
             for node in ast.walk(trees[file]):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-                    yield f"{file}:{node.lineno}", node.value
-        elif file.endswith(".py"):
+                where = f"{file}:{getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield from ((target, where) for target in _targets(node.value))
+                elif isinstance(node, ast.Assign | ast.Call) and _ARCH_LIST in (texts := _texts(node)):
+                    yield from ((target, where) for text in texts for target in _listed_targets(text))
+        elif file.endswith(".py"):  # not Python, say for want of indentation: options stand in quotes all the same
             for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
-                yield from ((f"{file}:{number}", text) for text in re.findall(r"[\"']([^\"']{1,200})[\"']", line))
+                for text in re.findall(r"[\"']([^\"']+)[\"']", line):
+                    yield from ((target, f"{file}:{number}") for target in _targets(text))
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """The strings in an assignment or a call; of a call, its own arguments alone."""
+    inside = node.args if isinstance(node, ast.Call) else ast.walk(node)
+    return [each.value for each in inside if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 
 
 def _targets(text: str) -> Iterator[str]:
-    if _ARCH_LIST.match(text):  # the value of TORCH_CUDA_ARCH_LIST
-        for item in re.findall(r"(\d+)\.(\d[af]?)(\+PTX)?", text):
-            yield f"{'compute' if item[2] else 'sm'}_{item[0]}{item[1]}"
-        return
-    if not text.lstrip().startswith(("-", "arch=", "code=")):
-        return
-    for match in _TARGET.finditer(text):
-        if match["gfx"]:
-            yield match["gfx"]
-        elif "lto_" not in match[0]:
-            yield f"{'compute' if 'compute_' in match[0] else 'sm'}_{match['sm']}"
+    """Targets in a string that is one or more compiler options."""
+    if text.lstrip().startswith(("-", "arch=", "code=")) and len(text) < MAX_OPTION:
+        for match in _TARGET.finditer(text):
+            yield match["gfx"] or f"{match['kind']}_{match['number']}"
+
+
+def _listed_targets(text: str) -> Iterator[str]:
+    for major, minor, ptx in re.findall(r"\b(\d+)\.(\d[af]?)(\+PTX)?", text):
+        yield f"sm_{major}{minor}"
+        if ptx:
+            yield f"compute_{major}{minor}"
 
 
 def _runs(target: str, arch: str) -> bool:
