@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nibblas.dispatch import Explanation, explain_problem
+from nibblas.dispatch import Explanation, age, explain_problem
 from nibblas.formats import Format, as_format
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
@@ -571,11 +571,12 @@ def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayou
     >>> nb.scale_layout(nb.NVFP4, "cpu")
     LINEAR
     """
-    return _scale_layout(as_format(format), torch.device(device))
+    return _scale_layout(as_format(format), torch.device(device), age())
 
 
 @cache
-def _scale_layout(format: Format, device: torch.device) -> TiledLayout:
+def _scale_layout(format: Format, device: torch.device, age: int) -> TiledLayout:
+    """Kept until the dispatcher drops its choices, which changes its age."""
     square = Problem("linear", M=4096, N=4096, K=4096, a=format.name, b=format.name, arch=arch_of(device))
 
     def seconds(layout: TiledLayout) -> float:
