@@ -70,7 +70,7 @@ ul { padding-left: 1.2rem; margin: .4rem 0; } li { margin: .25rem 0; } summary {
 
 
 def page(record: Record) -> str:
-    """The whole document. What submissions and problems wrote is escaped, and rid of characters that direct text."""
+    """The whole document, in ASCII. What submissions and problems wrote is escaped, and rid of what directs text."""
     title = f"{record.task.name}, {record.submission.name}: {record.verdict}"
     parts = [
         _head(record),
@@ -80,13 +80,14 @@ def page(record: Record) -> str:
         _inputs(record.cases),
         _how(record),
     ]
-    return (
+    document = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(filter(None, parts))
         + "\n</main></body></html>\n"
     )
+    return document.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def _text(value: object, longest: int = 2000) -> str:

@@ -52,7 +52,7 @@ def in_words(ns: float) -> str:
 
 
 def _four_digits(value: float) -> str:
-    return f"{value:.{max(0, min(3, 3 - int(math.log10(max(value, 1)))))}f}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
 
 
 def main_errors(case: CaseResult) -> Errors | None:
@@ -250,7 +250,7 @@ def comparison_in_words(ratio: PairedRatio) -> str:
     if ratio.high < min(ratio.noise_low, 1.0):
         return f"{1 / ratio.ratio:.3g} times as fast"
     if ratio.low > max(ratio.noise_high, 1.0):
-        return f"{ratio.ratio:.3g} times as slow"
+        return f"takes {ratio.ratio:.3g} times as long"
     return "no difference that can be told from noise"
 
 
@@ -317,7 +317,8 @@ def _print_machine(record: Record, console: Console) -> None:
 
 def timing_in_words(protocol: Protocol) -> str:
     flushed = f"{protocol.flush_bytes / 2**20:.0f} MiB written before each call"
-    return f"{protocol.timer}; {protocol.warmup} calls of warm-up; {flushed}; {protocol.stopping_rule}"
+    warmup = f"{protocol.warmup} call{'s' * (protocol.warmup != 1)} of warm-up"
+    return f"{protocol.timer}; {warmup}; {flushed}; {protocol.stopping_rule}"
 
 
 def isolation_in_words(record: Record) -> str:
