@@ -12,12 +12,13 @@ import torch
 from checks import assert_close, random_codes
 
 import nibblas as nb
-from nibblas import ops, reference
+from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import triton_launch
 from nibblas.operators import as_arguments
 from nibblas.problem import Problem
 from nibblas.quantize import quantize
+from nibblas.roofline import ASSUMED_GPU
 
 
 @pytest.fixture
@@ -672,8 +673,10 @@ def test_quantize_into_another(format):
     ],
 )
 def test_scales_are_blocked_where_tensor_cores_want_them(monkeypatch, format, arch, layout):
-    monkeypatch.setattr(ops, "arch_of", lambda device: arch)
-    monkeypatch.setattr(triton_launch, "find_spec", lambda name: object())  # triton need not be installed
+    if arch != "cpu":
+        monkeypatch.setattr(ops, "arch_of", lambda device: arch)
+        monkeypatch.setattr(triton_launch, "find_spec", lambda name: object())  # triton need not be installed
+        monkeypatch.setattr(dispatch, "roofline", lambda device, threads: ASSUMED_GPU)
     ops._scale_layout.cache_clear()
     try:
         assert nb.scale_layout(format, "cpu") == layout
