@@ -32,11 +32,12 @@ def test_the_interval_of_a_median_holds_it_and_narrows_with_samples():
 def test_a_case_is_sampled_until_its_median_is_known_or_its_time_is_over():
     rule = timing.Stopping(budget=10)
     steady, wild = around(100, 0.1, 10), around(100, 60, 40)
-    assert rule.is_reached(steady, 1)
-    assert not rule.is_reached(steady[:9], 1)
-    assert not rule.is_reached(wild, 1)
-    assert rule.is_reached(wild, 10)
-    assert not rule.is_reached(wild[:2], 100), "a median of two is none"
+    assert rule.is_reached(steady, 10, 1)
+    assert not rule.is_reached(steady[:9], 9, 1)
+    assert not rule.is_reached(wild, 40, 1)
+    assert rule.is_reached(wild, 40, 10)
+    assert not rule.is_reached(wild[:2], 2, 100), "a median of two is none"
+    assert rule.is_reached([], 10, 10), "a case of which no sample counts ends all the same"
     assert "10 s" in str(rule)
 
 

@@ -382,7 +382,7 @@ class _Case:
             if not self._one(index, secret=index > 0 or self.kind == "leaderboard"):
                 return
             valid = timing.claimed(self.samples, self.run.record.protocol.timer)
-            if len(self.samples) > timing.WARMUP and rule.is_reached(valid, self._seconds()):
+            if rule.is_reached(valid, len(self.samples) - timing.WARMUP, self._seconds()):
                 break
         self._judge_times()
 
@@ -401,15 +401,19 @@ class _Case:
                     sample = self._called(index, made, contestant, again=place < len(order) - 1)
                     if sample is None:
                         return
-                    times[number] = sample.claimed_ns[timer] or 0.0
                     if number == 0:
                         self.samples.append(sample)
-            if index >= timing.WARMUP and all(times):
+                    if self._refusal() is not None:
+                        return
+                    times[number] = sample.claimed_ns[timer] or 0.0
+            if index >= timing.WARMUP:
                 rounds.append((times[0], times[1], times[2]))
             ratios = [this / other for this, other, _ in rounds]
-            if len(self.samples) > timing.WARMUP and rule.is_reached(ratios, self._seconds()):
+            if rule.is_reached(ratios, len(rounds), self._seconds()):
                 break
         self._judge_times()
+        if not rounds:
+            return
         self.ratio = timing.compared(
             self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds]
         )
@@ -428,7 +432,7 @@ class _Case:
             sample = self._called(index, made, self.run.contestants[0], again=False)
         if sample is not None:
             self.samples.append(sample)
-        return sample is not None
+        return sample is not None and self._refusal() is None
 
     @contextmanager
     def _made(self, index: int, *, secret: bool, hardened: bool) -> Iterator[Made]:
@@ -436,10 +440,11 @@ class _Case:
         own = run.secret_of(self.kind, self.case, index) if secret else None
         values = self.case.seeded(own)
         seed = values["seed"] if isinstance(values.get("seed"), int) else own or 42
-        made = run.judge.make(values, seed + index if hardened else seed, first=index == 0, hardened=hardened)
+        if hardened:
+            seed = (seed & ~1) + index % 2  # odd and even seeds have the widest scales in different operands
+        made = run.judge.make(values, seed, first=index == 0, hardened=hardened)
         try:
-            if "coverage" in made.facts:
-                self.coverage = tuple(_coverage(found) for found in made.facts["coverage"])
+            self.coverage += tuple(_coverage(found) for found in made.facts.get("coverage", ()))
             if index == 0:
                 self.floor = self._floor(made)
             yield made
@@ -536,12 +541,18 @@ class _Case:
         ):
             if finding is not None:
                 self._find(finding)
+        held_back = [sample for sample in self.samples if sample.throttled]
+        if held_back and not timing.claimed(self.samples, protocol.timer):
+            self._find(Finding("throttled", "flag", "the clocks were throttled in every call, so none is counted"))
 
     # --- what it comes to
 
     def _find(self, finding: Finding) -> None:
         """Keep the first finding of each kind and subject."""
         self.findings.setdefault(finding.class_id + finding.what[:40], finding)
+
+    def _refusal(self) -> Finding | None:
+        return next((finding for finding in self.findings.values() if finding.severity == "refuse"), None)
 
     def fail(self, fault: FaultError) -> None:
         """End the case with a fault of the submission."""
@@ -554,7 +565,7 @@ class _Case:
 
     def result(self) -> CaseResult:
         """The case as the record keeps it."""
-        refused = next((finding for finding in self.findings.values() if finding.severity == "refuse"), None)
+        refused = self._refusal()
         if refused is not None and self.verdict == "correct":
             self.verdict, self.message = "refused", refused.what
         is_timed = self.kind in ("benchmark", "leaderboard")

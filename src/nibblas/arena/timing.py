@@ -16,7 +16,7 @@ REFUSE: Severity = "refuse"
 FLAG: Severity = "flag"
 WARMUP = 2  # calls of a case, by the same requests as all others, whose times don't count
 AT_LEAST = 10  # samples before the interval may end a case
-FEWEST = 3  # samples that are taken however little time there is
+FEWEST = 3  # samples that are taken when the time is used
 PRECISION = 0.01  # of the median: half the width of its interval
 CONFIDENCE = 0.95
 # What may lie between the claimed and the seen time of an honest call: a share of it, and what scheduling costs.
@@ -39,13 +39,13 @@ class Stopping:
     def __str__(self) -> str:
         return (
             f"at least {self.at_least} samples and the {CONFIDENCE:.0%} interval of the median within "
-            f"{self.precision:.0%}, or {self.budget:g} s used and {FEWEST} samples"
+            f"{self.precision:.0%}; or {self.budget:g} s used and {FEWEST} samples, or {self.at_least} that don't count"
         )
 
-    def is_reached(self, samples: Sequence[float], seconds: float) -> bool:
-        """Whether these samples, taken in that time, are enough."""
+    def is_reached(self, samples: Sequence[float], taken: int, seconds: float) -> bool:
+        """Whether these valid samples, of so many taken in that time, are enough."""
         if seconds >= self.budget:
-            return len(samples) >= FEWEST
+            return len(samples) >= FEWEST or taken >= self.at_least
         if len(samples) < self.at_least:
             return False
         return median_interval(samples, confidence=CONFIDENCE).half_width <= self.precision

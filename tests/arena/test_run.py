@@ -1,0 +1,269 @@
+"""Whole runs: small problems with honest, wrong and wild submissions, interrupted and resumed ones."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nibblas.arena import record as records
+from nibblas.arena.commands import app
+from nibblas.arena.problem import ArenaError
+from nibblas.roofline import Roofline, keep
+
+
+def verdicts(record) -> list[tuple[str, str]]:
+    return [(case.kind, case.verdict) for case in record.cases]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(code) is the path of a submission with this code."""
+
+    def to_file(code: str) -> Path:
+        path = tmp_path / "submission.py"
+        path.write_text(code)
+        return path
+
+    return to_file
+
+
+MOODY = """
+import os, sys, time, torch
+n = 0
+kept = {}
+
+def custom_kernel(data):
+    global n
+    n += 1
+    a, b = data
+    c = a + b
+    size = a.numel()
+    if size == 1: return [c]
+    if size == 2: return c.double()
+    if size == 3: return torch.nn.Parameter(c)
+    if size == 4: a.zero_(); return c
+    if size == 5: c[-1] += 1; return c
+    if size == 6: return kept.setdefault(size, c)
+    if size == 7: raise ValueError("tired")
+    if size == 8: raise SystemExit(0)
+    if size == 9: os.write(CHANNEL, b"\\0\\0\\0\\2{}"); return c
+    if size == 10: os._exit(0)
+    if size == 11: time.sleep(60)
+    if size == 12:
+        kept.setdefault(size, torch.empty(size)).copy_(c)
+        return kept[size]
+    return c
+
+CHANNEL = int(sys.argv[1])
+"""
+
+
+LARGE = 1_000_000
+
+
+def test_each_failure_has_its_verdict_and_ends_its_own_case_only(arena, problem, tmp_path, write, monkeypatch):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "cache"))
+    keep(Roofline("slow", "cpu", 1, 1e8, {"fp32": 1e9}, "measured"), torch.device("cpu"))
+    directory = tmp_path / "add"
+    directory.mkdir()
+    for path in problem("vector_add").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    text = (directory / "task.yml").read_text()
+    tests = "".join(f"  - {{size: {size}, seed: 1}}\n" for size in [*range(1, 14), LARGE])
+    (directory / "task.yml").write_text(f"{text[: text.index('tests:')]}tests:\n{tests}test_timeout: 8\n")
+    found = arena(directory, write(MOODY))
+    assert found.verdict == "refused"
+    assert found.complete
+    seen = {
+        case.values["size"]: (case.verdict, case.message.splitlines()[0] if case.message else "")
+        for case in found.cases
+    }
+    assert seen[1] == ("wrong", "call 0, with the public seed: the output is a list, the reference gives a tensor")
+    assert seen[2][0] == "wrong"
+    assert "float64" in seen[2][1]
+    assert seen[3][0] == "refused"
+    assert "Parameter" in seen[3][1]
+    assert seen[4] == ("correct", "")
+    assert seen[5] == ("wrong", "call 0, with the public seed: 1 elements are wrong")
+    assert seen[6] == ("wrong", "call 1, with a secret seed: 6 elements are wrong"), "an output that is kept is stale"
+    assert seen[7][0] == "crashed"
+    assert seen[8][0] == "crashed"
+    assert seen[9][0] == "refused"
+    assert "channel" in seen[9][1]
+    assert seen[10] == ("crashed", "a call: it ended with status 0")
+    assert seen[11] == ("timeout", "a call took longer than 8 s")
+    assert seen[12] == ("correct", ""), "a static buffer is honest"
+    assert seen[13] == ("correct", "")
+    assert seen[LARGE][0] == "refused"
+    assert "to move the bytes" in seen[LARGE][1]
+    classes = {case.values["size"]: [finding.class_id for finding in case.findings] for case in found.cases}
+    assert {size: ids for size, ids in classes.items() if ids} == {
+        3: ["output-type"], 4: ["input-mutation"], 9: ["result-channel"], LARGE: ["below-floor"],
+    }  # fmt: skip
+    crash = next(case.message for case in found.cases if case.values["size"] == 7)
+    assert "submission.py" in crash
+    assert "worker.py" not in crash
+
+
+def test_data_of_all_kinds_reaches_the_submission(arena, problem):
+    directory = problem("scaled_layers")
+    found = arena(directory, directory / "submission.py")
+    assert found.verdict == "correct here", found.reason
+    assert [case.values["bias"] for case in found.cases] == [False, True]
+    assert all(case.stand_ins == () for case in found.cases)
+
+
+IDLE_AT_SECOND = """
+n = 0
+def custom_kernel(data):
+    global n
+    a, b, c = data
+    n += 1
+    for i in range(c.shape[2] if n == 1 else 0):
+        c[:, :, i] = a[:, :, i] @ b[:, :, i].t()
+    return c
+"""
+
+
+def test_an_output_argument_holds_no_earlier_answer(arena, problem, write):
+    directory = problem("fill_c")
+    found = arena(directory, write(IDLE_AT_SECOND))
+    assert verdicts(found) == [("test", "wrong")]
+    assert "call 1" in found.reason
+    assert "nan" in found.reason
+    assert found.stand_ins == ("device cuda on a CPU",)
+    assert found.cases[0].stand_ins == (), "the submission itself asked for no GPU"
+
+
+def test_a_submission_against_itself(arena, problem, monkeypatch, tmp_path):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
+    keep(Roofline("fast", "cpu", 1, 1e12, {"fp32": 1e9}, "measured"), torch.device("cpu"))
+    directory = problem("fill_c")
+    own = directory / "submission.py"
+    found = arena(directory, own, mode="benchmark", against=own)
+    assert found.verdict == "correct here", found.reason
+    (case,) = found.cases
+    assert case.values["m"] == 48, "ranked by the last"
+    (ratio,) = found.comparison.ratios
+    assert ratio.low <= ratio.ratio <= ratio.high
+    assert len(ratio.samples) == len(ratio.noise_samples) >= 3
+    assert [this for this, _ in ratio.samples] == [s.claimed_ns["host"] for s in case.samples[2:]]
+    needed = (48 + 32) * 64 * 2 * 4
+    assert case.floor_ns == pytest.approx(needed / 1e12 * 1e9), "a and b; the output fits into the cache"
+
+
+def test_what_this_machine_lacks_is_incompatible(arena, problem, write):
+    directory = problem("vector_add")
+    found = arena(directory, write("import cutlass\ndef custom_kernel(data): pass"))
+    assert found.verdict == "incompatible here"
+    assert "cutlass" in found.reason
+    assert {case.verdict for case in found.cases} == {"incompatible"}
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def interrupt_when(happened) -> None:
+    """Send this process a Ctrl-C once that is so."""
+
+    def watch():
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and not happened():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_every_stage(problem, tmp_path):
+    directory, output = problem("vector_add"), tmp_path / "record.json"
+    arguments = ["run", str(directory), str(directory / "submission.py"), "--threads", "1", "--mode", "leaderboard"]
+    interrupt_when(lambda: output.exists() and len(records.read(output).cases) >= 2)
+    result = CliRunner().invoke(app, [*arguments, "--budget", "60", "--output", str(output)])
+    assert result.exit_code != 0
+    assert "--resume" in result.stderr
+    cut = records.read(output)
+    assert not cut.complete
+    assert (cut.verdict, cut.reason) == ("unfinished", "interrupted")
+    assert verdicts(cut)[:2] == [("test", "correct")] * 2
+
+    result = CliRunner().invoke(app, [*arguments, "--budget", "0.3", "--resume", str(output), "--popcorn"])
+    assert result.exit_code == 0, result.output
+    assert "check: pass" in result.stdout
+    found = records.read(output)
+    assert found.verdict == "correct here"
+    assert found.complete
+    assert verdicts(found) == [
+        ("test", "correct"), ("test", "correct"), ("benchmark", "correct"), ("benchmark", "correct"),
+        ("leaderboard", "correct"), ("leaderboard", "correct"),
+    ]  # fmt: skip
+    assert found.cases[:2] == cut.cases[:2]
+    assert [case.start for case in found.cases[:2]] == [0, 0]
+    assert found.cases[-1].start == 1
+    assert len(found.protocol.seeds) == 2
+    assert all(seed.commitment == records.commit(seed.seed, seed.salt) for seed in found.protocol.seeds)
+    assert [finding for finding in found.all_findings if finding.severity != "info"] == []
+    ranked = [case.statistics for case in found.cases if case.kind == "leaderboard"]
+    assert found.score == pytest.approx((ranked[0].median_ns * ranked[1].median_ns) ** 0.5 * 1e-9)
+    for case in found.cases:
+        assert case.calls == len(case.samples)
+        assert case.first_call_ns > 0
+        assert {e.against for e in case.errors} == {"exact", "reference"}
+        assert [c.tensor for c in case.coverage] == ["data[0]", "data[1]"]
+        assert [sample.reason for sample in case.samples[:2]] == ["warm-up"] * 2
+        if case.kind != "test":
+            assert case.statistics.n == len(case.samples) - 2 >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--device", "cuda"], "torch finds no GPU here"),
+        (["--against", "self"], "--against compares times"),
+        (["--resume", "record"], "complete"),
+    ],
+)
+def test_wrong_usage_is_told(arguments, what, problem, tmp_path):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    directory = problem("vector_add")
+    if "record" in arguments:
+        path = tmp_path / "record.json"
+        path.write_text(COMPLETE)
+        arguments = ["--resume", str(path)]
+    with pytest.raises(ArenaError, match=what):
+        CliRunner().invoke(
+            app, ["run", str(directory), str(directory / "submission.py"), *arguments], catch_exceptions=False
+        )
+
+
+COMPLETE = json.dumps(
+    {
+        "schema": records.SCHEMA,
+        "id": "1",
+        "when": "2026-12-01T00:00:00+00:00",
+        "command": "",
+        "mode": "test",
+        "task": {"name": "x", "files": {}},
+        "submission": {"name": "x", "files": {}},
+        "environment": {
+            "device": "a CPU",
+            "arch": "cpu",
+            "threads": 1,
+            "cpu": "a CPU",
+            "system": "",
+            "python": "",
+            "torch": "",
+        },
+        "isolation": {},
+        "protocol": {"mode": "test", "seeds": [{"commitment": "0" * 64}]},
+        "verdict": "correct here",
+        "complete": True,
+    }
+)
