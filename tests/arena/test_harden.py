@@ -166,6 +166,10 @@ def test_a_last_argument_that_the_reference_leaves_alone():
     assert output_arguments(data, lambda data: [a * 2 for a, _ in data[0]]) == ("data[0][0][1]", "data[0][1][1]")
 
 
+def test_an_argument_of_another_float_dtype_than_a_reference_in_float64():
+    assert output_arguments((torch.ones(3), torch.zeros(3)), lambda data: data[0].double() * 2) == ("data[1]",)
+
+
 @pytest.mark.parametrize(
     "ref",
     [

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -55,9 +55,11 @@ class Judge:
         self.inputs: Room | None = None
         self.outputs: Room | None = None
         self.filled: tuple[str, ...] = ()
+        self.fillable: set[tuple[torch.dtype, torch.Size]] = set()
         self.expected: Any = None  # what the reference returns, without its values
         self.is_large = False
         self.harden: Hardener | None = None
+        self.hardened = False
 
     def load(self, request: dict) -> dict:
         """Import reference.py from the current folder."""
@@ -85,11 +87,14 @@ class Judge:
             seed(request["seed"] % 2**32)
         self.data = self.reference.generate_input(**request["values"])
         if request["first"]:
-            self.filled, self.expected = (), None
+            self.filled, self.fillable, self.expected = (), set(), None
             self.harden = Hardener(self.ref_kernel) if self.ref_kernel is not None else None
-        if request["hardened"] and self.harden is not None:
+        self.hardened = request["hardened"] and self.harden is not None
+        if self.harden is not None and self.hardened:
             self.data = self.harden(self.data, request["seed"])
         facts = self._first_call() if request["first"] else {}
+        if (request["first"] or self.hardened) and not self.is_large:
+            facts["coverage"] = [asdict(found) for found in coverage(self.data)]
         tensors = correctness.named_tensors(self.data, "data")
         for name in self.filled:
             poison_(tensors[name])
@@ -99,7 +104,7 @@ class Judge:
         return {
             "parcel": parcel.write(self.inputs.memory),
             "names": _names(tensors, parcel),
-            "redrawn": self.harden.redrawn if request["hardened"] and self.harden else (),
+            "redrawn": self.harden.redrawn if self.harden is not None and self.hardened else (),
             "stand_ins": self.stand_ins.take_used(),
             "fd": self.inputs.fd,
             **facts,
@@ -109,8 +114,6 @@ class Judge:
         parcel = pack(self.data)
         facts: dict[str, Any] = {}
         self.is_large = parcel.nbytes > LARGE
-        if not self.is_large:
-            facts["coverage"] = [asdict(found) for found in coverage(self.data)]
         if self.ref_kernel is None:
             return facts
         started = time.monotonic()
@@ -120,6 +123,8 @@ class Judge:
         self.expected = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), expected)
         del expected
         self.filled = output_arguments(self.data, self.ref_kernel)
+        tensors = correctness.named_tensors(self.data, "data")
+        self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
         if one * 2 < PROBING:
             facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, PROBING)
         return facts
@@ -137,38 +142,36 @@ class Judge:
         """
         assert self.outputs is not None
         output = checked(request["output"]).build(self.outputs.memory, self.device)
-        if self.expected is not None and (unlike := _unlike(output, self.expected, "the output")):
+        if self.expected is not None and (unlike := _unlike(output, self.expected, "the output", self.fillable)):
             return {"good": False, "message": unlike}
-        reply: dict[str, Any] = {}
-        if request["measure"] and not self.is_large:
-            reply["errors"] = self._errors(output)
-        data = copy_of(pack(self.data)) if request["again"] else self.data
-        try:
-            result = self.reference.check_implementation(data, output)
-        except Exception as error:
-            return {**reply, "good": False, "message": f"the problem's check failed: {_brief(error)}"}
-        if isinstance(result, str):  # the first problems returned what is wrong, or nothing
-            result = not result, result
-        good, message = result if isinstance(result, tuple | list) else (result, "")
+        parcel = pack(self.data)
+        answers = self._answers(parcel) if (request["measure"] or self.hardened) and not self.is_large else []
+        data = copy_of(parcel) if request["again"] else self.data
+        good, message = correctness.passes(self.reference.check_implementation, data, output)
+        if good and self.hardened:
+            faults = [correctness.fault_beside_rounding(output, answer) for answer in answers]
+            good, message = not any(faults), next(filter(None, faults), message)
         return {
-            **reply,
-            "good": bool(good),
-            "message": str(message)[:MAX_TEXT],
+            "errors": [asdict(errors) for answer in answers for errors in _errors(output, answer)],
+            "good": good,
+            "message": message[:MAX_TEXT],
             "stand_ins": self.stand_ins.take_used(),
         }
 
-    def _errors(self, output: Any) -> list[dict]:
-        parcel = pack(self.data)
-        answers = [correctness.exact_answer(self.task, copy_of(parcel), self.ref_kernel)]
+    def _answers(self, parcel: Parcel) -> list[correctness.Answer]:
+        exact = correctness.exact_answer(self.task, copy_of(parcel), self.ref_kernel)
+        rounded = None
         if self.ref_kernel is not None:
-            answers.append(correctness.reference_answer(self.ref_kernel(copy_of(parcel))))
-        found: list[Errors] = []
-        for answer in filter(None, answers):
-            try:
-                found += correctness.errors(output, answer)
-            except ValueError:
-                continue  # an answer in another form, such as eigenvectors of another sign, is for the check to judge
-        return [asdict(errors) for errors in found]
+            rounded = correctness.reference_answer(self.ref_kernel(copy_of(parcel)))
+        return [answer for answer in (exact, rounded) if answer is not None]
+
+
+def _errors(output: Any, answer: correctness.Answer) -> tuple[Errors, ...]:
+    """Nothing where the answer is in another form, which is for the problem's check to judge."""
+    try:
+        return correctness.errors(output, answer)
+    except ValueError:
+        return ()
 
 
 def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> int | None:
@@ -225,22 +228,25 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _unlike(got: Any, expected: Any, what: str) -> str | None:
-    """How what was returned differs in kind from what the reference returns; None where it does not."""
+def _unlike(got: Any, expected: Any, what: str, fillable: Collection[tuple[torch.dtype, torch.Size]]) -> str | None:
+    """How what was returned differs in kind from what the reference returns; None where it does not.
+
+    A tensor may also be of the dtype and shape of an output argument, which a reference in float64 leaves alone.
+    """
     if isinstance(expected, Tensor):
         if not isinstance(got, Tensor):
             return f"{what} is a {type(got).__name__}, the reference gives a tensor"
-        for name in ("dtype", "shape"):
-            found, wanted = (tuple(v) if name == "shape" else v for v in (getattr(got, name), getattr(expected, name)))
-            if found != wanted:
-                return f"{what} has {name} {found}, the reference's has {wanted}"
+        if got.shape != expected.shape:
+            return f"{what} has shape {tuple(got.shape)}, the reference's has {tuple(expected.shape)}"
+        if got.dtype != expected.dtype and (got.dtype, got.shape) not in fillable:
+            return f"{what} has dtype {got.dtype}, the reference's has {expected.dtype}"
     elif isinstance(expected, tuple | list):
         if not isinstance(got, tuple | list) or len(got) != len(expected):
             length = f" of {len(got)}" if isinstance(got, tuple | list) else ""
             kind = "list" if isinstance(expected, list) else "tuple"
             return f"{what} is a {type(got).__name__}{length}, the reference gives a {kind} of {len(expected)}"
         pairs = enumerate(zip(got, expected, strict=True))
-        return next(filter(None, (_unlike(a, b, f"{what}[{index}]") for index, (a, b) in pairs)), None)
+        return next(filter(None, (_unlike(a, b, f"{what}[{index}]", fillable) for index, (a, b) in pairs)), None)
     return None
 
 

@@ -29,7 +29,7 @@ def output_arguments(data: Any, ref_kernel: Callable[[Any], Any]) -> tuple[str, 
     """Names of the input tensors that are output arguments, as "data[6]".
 
     Those whose content the reference's result does not depend on, and which the result aliases; or, where the
-    reference leaves it alone, the last tensor of its tuple if it has the shape and dtype of a result. What a result
+    reference leaves it alone, the last tensor of its tuple if it looks like a result in shape and kind. What a result
     aliases and depends on is worked on in place: an input like others, and no output argument.
 
     `data` is what generate_input returned; it is left as it is. The reference runs twice where there is a candidate,
@@ -68,8 +68,13 @@ def _aliases(t: Tensor, results: list[Tensor]) -> bool:
 
 def _is_spare(t: Tensor, data: Any, results: list[Tensor]) -> bool:
     """Whether it is the last tensor of a tuple or list and looks like a result."""
-    alike = any(t.shape == r.shape and t.dtype == r.dtype for r in results)
+    alike = any(t.shape == r.shape and (t.dtype == r.dtype or _are_floats(t, r)) for r in results)
     return alike and any(t is last for last in _last_ones(data))
+
+
+def _are_floats(t: Tensor, r: Tensor) -> bool:
+    """A reference may compute in float64 what goes into an argument of float32."""
+    return t.is_floating_point() and r.is_floating_point()
 
 
 def _last_ones(value: Any) -> list[Tensor]:
