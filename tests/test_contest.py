@@ -338,7 +338,7 @@ def allocations(problem: str, data) -> list[int]:
     return [event.cpu_memory_usage for event in profile.function_events if event.cpu_memory_usage > 0]
 
 
-@pytest.mark.skipif(cpu_library.library() is None, reason=f"no kernel in C: {cpu_library.status()}")
+@pytest.mark.skipif(not cpu_library.tier(), reason="torch, which copies, may be faster than the portable kernel in C")
 def test_nothing_is_copied():
     """Codes and linear scales go to the kernels as they lie, whichever way their shape names the dimensions."""
     assert nb.scale_layout(nb.NVFP4, "cpu") == LINEAR
