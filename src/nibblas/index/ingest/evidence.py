@@ -111,24 +111,27 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
                 measurements.append(Measurement.from_json(line))
             except ValueError as error:
                 yield Skipped(f"{path}:{number}", str(error))
-    yield from _attached(measurements, store)
+    yield from _attached(measurements, store, every=False)
 
 
 def read_own(store: Store) -> Iterator[Read]:
-    """nibblas's kernels, then all Measurements that this machine has of them."""
+    """nibblas's kernels, each with the Measurements that this machine has of it."""
     from nibblas import evidence
 
-    yield from _attached(evidence.store().all(), store)
+    yield from _attached(evidence.store().all(), store, every=True)
 
 
-def _attached(measurements: Iterable["Measurement"], store: Store) -> Iterator[Read]:
+def _attached(measurements: Iterable["Measurement"], store: Store, every: bool) -> Iterator[Read]:
+    """Kernels with their Measurements; `every` kernel, or only those that have some."""
     from nibblas.kernels import kernels
 
     runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for measurement in measurements:
         runs[measurement.kernel, measurement.digest].append(run_of(measurement))
     for kernel in kernels():
-        yield _item(kernel, runs.pop((kernel.name, kernel.digest), []))
+        of = runs.pop((kernel.name, kernel.digest), [])
+        if of or every:
+            yield _item(kernel, of)
     for (name, digest), of in runs.items():
         found = store.connection.execute(
             "SELECT digest FROM implementation WHERE slug = ? AND record = ?",
