@@ -26,7 +26,7 @@ def say(value): os.write(fd, (str(value) + "\\n").encode())
 
     def __init__(self, code: str, **options):
         files = {"program.py": (self.HEAD + code).encode(), "data/notes.txt": b"hello"}
-        self.sandbox = Sandbox("none", files, prefix=[sys.executable, "-I", "-S", "program.py"], **options)
+        self.sandbox = Sandbox([sys.executable, "-I", "-S", "program.py", "{fd}"], files, **options)
         self.lines = self.sandbox.end.makefile()
 
     def __enter__(self) -> "Program":

@@ -101,7 +101,7 @@ def _run(
     path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
     path = path.absolute()
     # An end by SIGTERM, as by Ctrl-C, leaves a record that can be resumed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = Options(
         mode.value,
         device,
@@ -130,6 +130,8 @@ def _run(
             f"interrupted: {path} holds what was done, --resume {path} goes on", highlight=False, markup=False
         )
         raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     if as_json:
         print(found.to_json(), end="")
     elif popcorn:

@@ -316,7 +316,7 @@ def _become(user: int, settings: Settings) -> None:
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     for path in (settings.command[0], __file__):
-        if not os.access(path, os.R_OK):
+        if os.path.isabs(path) and not os.access(path, os.R_OK):
             raise PermissionError(errno.EACCES, f"another user can't read {path}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nibblas.arena.launcher import Process
+from nibblas.arena.launcher import KINDS, Process
 from nibblas.arena.problem import Task
 from nibblas.arena.record import CaseVerdict, Errors, Finding
 from nibblas.arena.sandbox import ExcessError, Sandbox
@@ -172,7 +172,8 @@ class Contestant:
     hide: Sequence[Path]
     memory: int | None
     seconds: float = 180.0  # for one request
-    allow: Sequence[str] = ()
+    allow: Sequence[str] = KINDS
+    runner: Sequence[str] = ()  # a program that runs the worker: a profiler
     sandbox: Sandbox | None = None
     is_ready: bool = False
     unloadable: FaultError | None = None
@@ -192,12 +193,12 @@ class Contestant:
         files = {file.name: file.content for file in self.task.files if file.name not in WITHHELD}
         on_cpu = self.device == "cpu"
         self.sandbox = Sandbox(
-            "nibblas.arena.worker",
+            (*self.runner, sys.executable, "-P", "-m", "nibblas.arena.worker", "{fd}"),
             files | self.submission.files,
             hide=self.hide,
             memory=self.memory,
             limit_address_space=on_cpu,
-            **({"allow": self.allow} if self.allow else {}),
+            allow=self.allow,
         )
         self.isolation = self.sandbox.isolation
         self.channel = Channel(self.sandbox.end, MAX_REPLY)
@@ -295,10 +296,16 @@ class Contestant:
         return self.sandbox.cpu_ns() if self.sandbox else 0
 
     def profile(self, made: Made) -> str:
-        """The table of torch's profiler for one call."""
+        """What a profiler tells of one call: the table of torch's; of a profiler that runs the worker, its output."""
         self._prepare(made, elsewhere=True)
-        reply = self._ask("profile", self.seconds)
+        reply = self._ask("profile", self.seconds, by_runner=bool(self.runner))
         self._raise_if_failed(reply, "")
+        if self.runner and self.sandbox is not None:
+            sandbox, self.sandbox = self.sandbox, None
+            self.channel.close()  # the worker ends by itself, and the profiler then reports
+            sandbox.wait(self.seconds)
+            sandbox.end_all()
+            return sandbox.printed
         return str(reply.get("report", ""))
 
     def processes(self) -> list[Process]:

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -219,6 +220,8 @@ class _Run:
     def _why_not(self) -> str | None:
         devices = torch.cuda.device_count() if self.device.type == "cuda" else 0
         found = self.task.why_not(devices)
+        if found is None and self.task.multi_gpu:
+            found = "its cases are run by several processes, one on each GPU, and the arena judges one"
         if found is None and self.task.lang == "cu":
             found = "it brings its own evaluation in C++, which has nothing that the arena could call or check"
         if found is None:
@@ -419,10 +422,23 @@ class _Case:
         )
 
     def profile(self) -> None:
-        """One call, checked like others, then one under the profiler."""
-        if self._one(0, secret=False):
-            with self._made(1, secret=False, hardened=False) as made:
-                self.report = self.run.contestants[0].profile(made)
+        """One call, checked like others, then one under torch's profiler and, on a GPU, one under ncu if it is here."""
+        contestant = self.run.contestants[0]
+        if not self._one(0, secret=False):
+            return
+        with self._made(1, secret=False, hardened=False) as made:
+            self.report = contestant.profile(made)
+            counters = shutil.which("ncu") if self.run.device.type == "cuda" else None
+            if counters is not None:
+                runner = (counters, "--profile-from-start", "off", "--target-processes", "all", "--details-all")
+                counted = replace(contestant, runner=runner, sandbox=None)
+                try:
+                    counted.start()
+                    self.report += f"\n{counted.profile(made)}"
+                except FaultError as fault:
+                    self.report += f"\nncu: {fault.message}"
+                finally:
+                    counted.stop()
 
     # --- one call
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nibblas.arena import launcher
-from nibblas.arena.launcher import MAX_PROCESSES, Ended, Process, Settings, descendants
+from nibblas.arena.launcher import KINDS, MAX_PROCESSES, Ended, Process, Settings, descendants
 from nibblas.paths import cache_dir
 
 MAX_OUTPUT = 16 << 20  # bytes that a program may print
@@ -36,6 +36,8 @@ PASSED_ON = (
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[1]
+# Folders that a program can't do without, so that they are not hidden whole.
+SYSTEM = {"/", *(f"/{name}" for name in "bin dev etc lib lib64 opt proc sbin sys usr usr/local var".split())}
 
 
 class ExcessError(Exception):
@@ -47,36 +49,39 @@ class Sandbox:
 
     def __init__(
         self,
-        module: str,
+        command: Sequence[str],
         files: Mapping[str, bytes],
         *,
+        environment: Mapping[str, str] | None = None,
         hide: Sequence[Path] = (),
         memory: int | None = None,
         limit_address_space: bool = True,
-        allow: Sequence[str] = Settings.allow,
-        prefix: Sequence[str] = (),
+        allow: Sequence[str] = KINDS,
     ):
-        """Start a module of nibblas as `python -m module FD`, where FD is its end of `end`.
+        """Start a program.
 
         Parameters
         ----------
-        files : what its working folder holds, by relative path.
+        command : its path and arguments. "{fd}" becomes the number of the file descriptor at the other end of `end`,
+            here and in the environment.
+        files : what its working folder holds, by relative path; they may be executed.
+        environment : variables beside those that every program gets.
         hide : folders that it must not see.
         memory : bytes that it may hold, with all that it starts.
         limit_address_space : also as a limit of the kernel's; a program that uses a GPU reserves far more than it uses.
         allow : kinds of isolation to try.
-        prefix : a program, such as a profiler, that runs the module.
         """
         self.memory = memory
         self.folder = Path(tempfile.mkdtemp(prefix="arena-"))
         self._write(files)
         self.end, theirs = socket.socketpair()
         reading, writing = os.pipe()
-        hidden = {str(path.resolve()) for path in (*hide, Path.home())}
+        number = str(theirs.fileno())
+        hidden = {str(path.resolve()) for path in (*hide, Path.home())} - SYSTEM
         settings = Settings(
-            (*prefix, sys.executable, "-P", "-m", module, str(theirs.fileno())),
+            tuple(word.replace("{fd}", number) for word in command),
             str(self.folder),
-            self._environment(),
+            self._environment() | {name: text.replace("{fd}", number) for name, text in (environment or {}).items()},
             (theirs.fileno(),),
             tuple(sorted(hidden)),
             tuple(sorted(needed_paths() - hidden)),
@@ -100,6 +105,7 @@ class Sandbox:
         self._told = open(reading)  # noqa: SIM115 - it lives as long as the launcher
         self._printed, self._count = bytearray(), 0
         self._clock: int | None = None
+        self._ended: Ended | None = None
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
         with suppress(BrokenPipeError):
@@ -116,6 +122,7 @@ class Sandbox:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+            path.chmod(0o755)
 
     def _environment(self) -> dict[str, str]:
         folder = str(self.folder)
@@ -125,6 +132,7 @@ class Sandbox:
             "TMPDIR": folder,
             "XDG_CACHE_HOME": f"{folder}/.cache",
             "USER": "nobody",
+            "LOGNAME": "nobody",
             "PYTHONPATH": str(PACKAGE.parent),
             "NIBBLAS_CACHE": str(cache_dir()),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -176,7 +184,10 @@ class Sandbox:
 
     def end_all(self) -> Ended | None:
         """End the program and all that it started, and say how it had ended by itself; None where it had not."""
-        ended = self._how(0.2)
+        if self._told.closed:
+            return self._ended
+        with suppress(ExcessError):
+            self.wait(0.2)
         with suppress(BrokenPipeError):
             self.launcher.stdin.close()  # type: ignore[union-attr]
         try:
@@ -192,14 +203,18 @@ class Sandbox:
         self.end.close()
         self._told.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        return ended
+        return self._ended
 
-    def _how(self, seconds: float) -> Ended | None:
-        """How the program ended, waiting a little for it."""
-        if not self._told.closed and select.select([self._told], [], [], seconds)[0]:
-            told = self._tell()
-            return Ended(**told) if told else Ended(status=self.launcher.poll())
-        return None
+    def wait(self, seconds: float) -> Ended | None:
+        """How the program ended by itself, waiting so long for it; None where it has not. ExcessError as `look`."""
+        deadline = time.monotonic() + seconds
+        while self._ended is None and time.monotonic() < deadline:
+            if select.select([self._told], [], [], min(0.1, seconds))[0]:
+                told = self._tell()
+                self._ended = Ended(**told) if told else Ended(status=self.launcher.poll())
+            else:
+                self.look()
+        return self._ended
 
 
 def needed_paths() -> set[str]:

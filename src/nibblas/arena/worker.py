@@ -123,10 +123,15 @@ class Worker:
         return reply
 
     def profile(self, request: dict, fds: list[int]) -> dict:
-        """Call the function under torch's profiler, and return its table."""
+        """Call the function under torch's profiler, and return its table; or for a profiler that runs this process."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.device.type == "cuda"
+        if request["by_runner"]:
+            torch.cuda.profiler.start()
+            reply = self.call(request, fds)
+            torch.cuda.profiler.stop()
+            return reply
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         try:
             with profile(activities=activities) as found:
