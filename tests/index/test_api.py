@@ -298,6 +298,8 @@ def test_the_export_is_found_and_streamed(client):
 
 def test_openapi_describes_every_route(client):
     document = client.get(f"{API}/openapi.json").json()
+    search = document["paths"][f"{API}/implementations"]["get"]["parameters"]
+    assert {parameter["name"] for parameter in search} == {"q", *FILTERS}
     Draft202012Validator.check_schema(document["components"]["schemas"]["Results"])
     for path, methods in document["paths"].items():
         assert path.startswith(API)

@@ -436,6 +436,12 @@ def test_an_empty_index_is_read(tmp_path):
         assert list(jsonl.lines(catalog)) == []
 
 
+def test_json_of_results_is_that_of_the_document(catalog):
+    results = read.search(catalog, Query(text="submission", limit=3))
+    for _ in range(2):  # the second time with parts that are kept
+        assert json.loads(to_json(results)) == json.loads(json.dumps(plain(results)))
+
+
 def test_numbers_that_are_not_finite_become_null():
     assert json.loads(to_json({"a": float("nan"), "b": (float("inf"), 1.0)})) == {"a": None, "b": [None, 1.0]}
     assert plain({"a": -float("inf")}) == {"a": None}

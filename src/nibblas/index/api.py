@@ -17,7 +17,8 @@ from fastapi import Body, FastAPI, Request
 from fastapi import Path as InPath
 from fastapi import Query as InQuery
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
@@ -60,8 +61,49 @@ Name = Annotated[str, InPath(max_length=200)]
 Text = Annotated[str | None, InQuery(max_length=200)]
 Limit = Annotated[int, InQuery(ge=1, le=read.MOST_LIMIT)]
 Cursor = Annotated[str | None, InQuery(max_length=500)]
-Techniques = Annotated[list[str], InQuery(max_length=read.MOST_TECHNIQUES)]
+Word = Annotated[str | None, Field(max_length=200)]
 Status = Literal[RunStatus, shapes.Status]
+
+
+class Asked(BaseModel):
+    """A search: the fields of Query, with the words as q."""
+
+    q: Annotated[str, Field(max_length=500)] = ""
+    operation: Word = None
+    language: Word = None
+    framework: Word = None
+    uses: Annotated[tuple[str, ...], Field(max_length=read.MOST_TECHNIQUES)] = ()
+    mentions: Annotated[tuple[str, ...], Field(max_length=read.MOST_TECHNIQUES)] = ()
+    hardware: Word = None
+    answer: Answer = "yes"
+    licence: Word = None
+    numerics: Numerics | None = None
+    timing: Timing | None = None
+    author: Word = None
+    source: Word = None
+    origin: Origin | None = None
+    sort: Literal["evidence", "newest", "name"] = "evidence"
+    cursor: Annotated[str | None, Field(max_length=500)] = None
+    limit: Annotated[int, Field(ge=1, le=read.MOST_LIMIT)] = 20
+
+    @classmethod
+    def of(cls, given: QueryParams) -> "Asked":
+        """What an address asks for. FastAPI's own reading of so many parameters takes longer than the search."""
+        several = ("uses", "mentions")
+        try:
+            return cls.model_validate({name: given.getlist(name) if name in several else given[name] for name in given})
+        except ValidationError as error:
+            raise RequestValidationError([{**one, "loc": ("query", *one["loc"])} for one in error.errors()]) from None
+
+    @classmethod
+    def parameters(cls) -> list[dict[str, Any]]:
+        """The fields as OpenAPI describes parameters."""
+        fields = cls.model_json_schema()["properties"]
+        return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
+
+    def query(self) -> Query:
+        """The same as a Query."""
+        return Query(text=self.q, **{name: value for name, value in self if name != "q"})
 
 
 class Runs(BaseModel):
@@ -98,6 +140,7 @@ def create_app(path: str | Path, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     answers = kept.Kept(catalog)
     _add_reads(app, catalog, answers)
     mount_pages(app, catalog, answers)
+    app.add_middleware(kept.Recall, answers=answers)
     app.add_middleware(Guard, router=app.router, hosts=hosts)
     return app
 
@@ -178,47 +221,15 @@ def _add_reads(app: FastAPI, catalog: Catalog, answers: kept.Kept) -> None:
     def answer(request: Request, make: Callable[[], Any]) -> Response:
         return answers.answer(request, lambda: to_json(make()))
 
-    @app.get(f"{API}/implementations", response_model=Results, tags=["implementations"])
-    def implementations(
-        request: Request,
-        q: Annotated[str, InQuery(max_length=500)] = "",
-        operation: Text = None,
-        language: Text = None,
-        framework: Text = None,
-        uses: Techniques = [],  # noqa: B006
-        mentions: Techniques = [],  # noqa: B006
-        hardware: Text = None,
-        answered: Annotated[Answer, InQuery(alias="answer")] = "yes",
-        licence: Text = None,
-        numerics: Numerics | None = None,
-        timing: Timing | None = None,
-        author: Text = None,
-        source: Text = None,
-        origin: Origin | None = None,
-        sort: Literal["evidence", "newest", "name"] = "evidence",
-        cursor: Cursor = None,
-        limit: Limit = 20,
-    ) -> Response:
+    @app.get(
+        f"{API}/implementations",
+        response_model=Results,
+        tags=["implementations"],
+        openapi_extra={"parameters": Asked.parameters()},
+    )
+    def implementations(request: Request) -> Response:
         """Search by words and facts; each facet says how many results each of its values would leave."""
-        query = Query(
-            text=q,
-            operation=operation,
-            language=language,
-            framework=framework,
-            uses=tuple(uses),
-            mentions=tuple(mentions),
-            hardware=hardware,
-            answer=answered,
-            licence=licence,
-            numerics=numerics,
-            timing=timing,
-            author=author,
-            source=source,
-            origin=origin,
-            sort=sort,
-            cursor=cursor,
-            limit=limit,
-        )
+        query = Asked.of(request.query_params).query()
         return answer(request, lambda: read.search(catalog, query))
 
     @app.get(f"{API}/implementations/{{name}}", response_model=shapes.ImplementationDossier, tags=["implementations"])

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from nibblas.index.evidence_levels import Levels, Numerics, Timing
@@ -176,6 +176,11 @@ class Card:
     fastest: Fastest | None
     package: str | None
     imported_at: str
+
+    @cached_property
+    def json(self) -> str:
+        """The same as JSON, which is kept because many answers hold it."""
+        return _encoded(self)
 
 
 @dataclass(frozen=True)
@@ -509,6 +514,14 @@ class Coverage:
 
 def to_json(value: Any) -> str:
     """A document as JSON. A number that is not finite is null."""
+    if not isinstance(value, Results):
+        return _encoded(value)
+    cards = f"[{','.join(card.json for card in value.cards)}]"
+    members = {name: cards if name == "cards" else _encoded(getattr(value, name)) for name in _names(Results)}
+    return "{" + ",".join(f'"{name}":{member}' for name, member in members.items()) + "}"
+
+
+def _encoded(value: Any) -> str:
     try:
         return json.dumps(value, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:

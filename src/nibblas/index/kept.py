@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nibblas.index.catalog import Catalog
 
@@ -28,32 +29,31 @@ class Kept:
     def __init__(self, catalog: Catalog, most_bytes: int = KEPT_BYTES):
         self._catalog, self._most = catalog, most_bytes
         self._lock = threading.Lock()
-        self._bodies: OrderedDict[tuple[str, str], Body] = OrderedDict()
+        self._bodies: OrderedDict[tuple[str, bytes], Body] = OrderedDict()
         self._state: tuple = ()
         self._bytes = 0
 
     def answer(self, request: Request, make: Callable[[], str], media_type: str = "application/json") -> Response:
-        """The answer to a GET, made where it isn't kept; 304 without a body where the reader has it already."""
+        """The answer to a GET, made anew and kept; 304 without a body where the reader has it already."""
         state = self._catalog.state()
-        key = (request.url.path, request.url.query)
-        body = self._find(key, state)
-        if body is None:
-            content = make().encode("utf-8", "replace")
-            body = Body(content, media_type, f'"sha256:{hashlib.sha256(content).hexdigest()}"')
-            self._keep(key, state, body)
+        content = make().encode("utf-8", "replace")
+        body = Body(content, media_type, f'"sha256:{hashlib.sha256(content).hexdigest()}"')
+        self._keep(_address(request.scope), state, body)
         return conditional(request, body)
 
-    def _find(self, key: tuple[str, str], state: tuple) -> Body | None:
+    def find(self, scope: Scope) -> Body | None:
+        """What is kept for an address, if the index has not changed since."""
+        state = self._catalog.state()
         with self._lock:
             if state != self._state:
                 self._bodies.clear()
                 self._state, self._bytes = state, 0
-            found = self._bodies.get(key)
+            found = self._bodies.get(_address(scope))
             if found:
-                self._bodies.move_to_end(key)
+                self._bodies.move_to_end(_address(scope))
             return found
 
-    def _keep(self, key: tuple[str, str], state: tuple, body: Body) -> None:
+    def _keep(self, key: tuple[str, bytes], state: tuple, body: Body) -> None:
         with self._lock:
             if state != self._state or key in self._bodies:
                 return
@@ -62,6 +62,23 @@ class Kept:
             while self._bytes > self._most:
                 _, dropped = self._bodies.popitem(last=False)
                 self._bytes -= len(dropped.content)
+
+
+class Recall:
+    """Around an application: gives what is kept without asking it."""
+
+    def __init__(self, app: ASGIApp, answers: Kept):
+        self.app, self.answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        found = self.answers.find(scope) if scope["type"] == "http" and scope["method"] == "GET" else None
+        answer = self.app if found is None else conditional(Request(scope), found)
+        await answer(scope, receive, send)
+
+
+def _address(scope: Scope) -> tuple[str, bytes]:
+    return scope["path"], scope["query_string"]
 
 
 def conditional(request: Request, body: Body) -> Response:

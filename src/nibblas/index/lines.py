@@ -36,8 +36,8 @@ LEFT JOIN figure f ON f.run = r.id AND f.position = (
 )
 """
 CARDS = """
-SELECT i.id, i.slug, i.name, i.digest, i.revision, i.language, i.framework, i.origin, i.licence, i.licence_concluded,
-    i.may_show, i.imported_at, i.package, s.kind AS source_kind, o.slug AS operation_slug, o.name AS operation_name
+SELECT i.id, i.slug, i.name, i.digest, i.revision, o.slug, o.name, i.language, i.framework, i.origin, i.licence,
+    i.licence_concluded, s.kind, i.may_show, i.package, i.imported_at
 FROM json_each(?) wanted
 JOIN implementation i ON i.id = wanted.value
 JOIN source s ON s.id = i.source
@@ -157,30 +157,31 @@ def _cards(catalog: Catalog, ids: Sequence[int]) -> dict[int, Card]:
     )
     fastest = {row["implementation"]: row for row in catalog.all(FASTEST, wanted)}
     known = catalog.prepared
-    return {
-        row["id"]: Card(
-            row["slug"],
-            row["name"],
-            row["digest"],
-            row["revision"],
-            Ref(row["operation_slug"], row["operation_name"]) if row["operation_slug"] else None,
-            tuple(authors[row["id"]]),
-            row["language"],
-            row["framework"],
-            row["origin"],
-            known.levels_of(row["id"], row["digest"]),
-            row["licence"],
-            row["licence_concluded"],
-            row["source_kind"],
-            bool(row["may_show"]),
-            tuple(techniques[row["id"]]),
-            tuple(devices[row["id"]]),
-            _fastest(fastest.get(row["id"]), known.said),
-            row["package"],
-            row["imported_at"],
+    found = {}
+    for key, slug, name, digest, revision, of, called, *texts, kind, shown, package, at in catalog.all(CARDS, wanted):
+        language, framework, origin, licence, concluded = texts
+        found[key] = Card(
+            slug,
+            name,
+            digest,
+            revision,
+            Ref(of, called) if of else None,
+            tuple(authors[key]),
+            language,
+            framework,
+            origin,
+            known.levels_of(key, digest),
+            licence,
+            concluded,
+            kind,
+            bool(shown),
+            tuple(techniques[key]),
+            tuple(devices[key]),
+            _fastest(fastest.get(key), known.said),
+            package,
+            at,
         )
-        for row in catalog.all(CARDS, wanted)
-    }
+    return found
 
 
 def _lists(catalog: Catalog, query: str, wanted: str) -> defaultdict[int, list[str]]:
