@@ -685,15 +685,23 @@ def test_a_file_of_measurements(store, measured, tmp_path):
     assert len(store.runs(store.implementation("nibblas-cpu-linear").digest)) == 1
 
 
-def test_measurements_of_an_older_revision_stay_with_it(store, measured, monkeypatch):
-    from nibblas.kernel import Kernel
+def test_measurements_of_an_older_revision_stay_with_it(store, measured, tmp_path, monkeypatch):
+    """The same kernel with another file, as after a change of its code."""
+    from nibblas.index.ingest import evidence as importer
+    from nibblas.kernels import kernels
 
     add_own(store)
     old = store.implementation("nibblas-cpu-linear")
-    monkeypatch.setattr(Kernel, "digest", property(lambda kernel: f"new {kernel.name}"))
+    changed = [replace(k, sources=(*k.sources, "formats.py")) if k.name == "cpu_linear" else k for k in kernels()]
+    monkeypatch.setattr("nibblas.kernels.kernels", lambda: tuple(changed))
     report = add_own(store)
-    assert len(store.runs(old.digest)) == 1
-    assert [skipped.what for skipped in report.skipped] == ["1 measurements of cpu_linear"]
+    assert (report.revised, report.updated) == (1, 0)
+    later = replace(measured, when="2026-05-05T00:00:00+00:00")
+    assert numbers(add(store, [write(tmp_path / "m.jsonl", later.to_json())])) == (0, 0, 1, 0, 0)
+    now = store.implementation("nibblas-cpu-linear")
+    assert (now.revision, now.supersedes) == (2, old.digest)
+    assert store.runs(now.digest) == ()
+    assert store.runs(old.digest) == (importer.run_of(measured), importer.run_of(later))
 
 
 def test_tensors_of_own_kernels(store):

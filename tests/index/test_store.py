@@ -113,6 +113,18 @@ def test_a_local_file_that_is_as_it_was_is_current_again(store):
     assert [event.kind for event in store.events()].count("supersede") == 3
 
 
+def test_runs_are_attached_to_any_revision(store, item):
+    store.add(item)
+    store.add(make_item(code=b"x = 1\n", runs=()))
+    later = replace(RUN, observed_at="2026-02-01T00:00:00+00:00")
+    digest = item.implementation.digest
+    assert [store.attach(digest, [later]) for _ in range(2)] == ["updated", "unchanged"]
+    assert store.runs(digest) == (RUN, later)
+    assert store.implementation(item.implementation.slug).revision == 2
+    with pytest.raises(KeyError, match="no implementation of this digest"):
+        store.attach("nothing", [later])
+
+
 def test_files_are_kept_once(store):
     store.add(make_item(1))
     store.add(make_item(2))

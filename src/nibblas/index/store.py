@@ -162,15 +162,30 @@ class Store:
                     outcome = "revised"
             for workload in item.workloads:
                 self._workload(workload)
-            new = [self._add_run(key, implementation.digest, run) for run in item.runs]
-            new += [self._add_owned("compat", key, fact) for fact in item.facts]
-            new += [self._add_owned("claim", key, claim) for claim in item.claims]
-            if outcome == "unchanged" and any(new):
+            new = self._attach(key, implementation.digest, item.runs, item.facts, item.claims)
+            if outcome == "unchanged" and new:
                 outcome = "updated"
             if outcome in ("added", "revised") and not scans:
                 self._conclude(key)
             self.keep_scans({self._scan_of(key, path): scan for path, scan in (scans or {}).items()})
         return outcome
+
+    def attach(self, digest: str, runs: Iterable[Run], facts: Iterable[CompatFact] = ()) -> Outcome:
+        """Add those runs and facts that a stored revision lacks; KeyError where there is none of this digest."""
+        found = self._one("SELECT id FROM implementation WHERE digest = ?", digest)
+        if found is None:
+            raise KeyError(f"{digest}: no implementation of this digest in {self.path}")
+        with self.transaction():
+            return "updated" if self._attach(found[0], digest, runs, facts, ()) else "unchanged"
+
+    def _attach(
+        self, key: int, digest: str, runs: Iterable[Run], facts: Iterable[CompatFact], claims: Iterable[Claim]
+    ) -> bool:
+        """Add what is new of these; whether something was."""
+        new = [self._add_run(key, digest, run) for run in runs]
+        new += [self._add_owned("compat", key, fact) for fact in facts]
+        new += [self._add_owned("claim", key, claim) for claim in claims]
+        return any(new)
 
     def keep_scans(self, scans: Mapping[int, Scan]) -> None:
         """Keep what the rules found in files, by the keys that `unscanned` gave, and all that follows from it."""

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 from nibblas.index.ingest import arena, evidence, files, kernelbot, page
-from nibblas.index.ingest.reading import Known, Options, Read, Skipped
+from nibblas.index.ingest.reading import Attached, Known, Options, Read, Skipped
 from nibblas.index.model import Item
 from nibblas.index.scan import Scan, Scanner, scanner, versions
 from nibblas.index.store import Outcome, Store, StoreError
@@ -166,6 +166,8 @@ def _keep(store: Store, batch: list[Entered], report: Report) -> None:
                 report.skipped.append(thing)
             elif isinstance(thing, Known):
                 report.count("unchanged")
+            elif isinstance(thing, Attached):
+                report.count(store.attach(thing.digest, thing.runs, thing.facts))
             else:
                 try:
                     report.count(store.add(thing, {path: future.result() for path, future in scans.items()}))

@@ -15,6 +15,7 @@ from typing import Any
 from nibblas.index.ingest import kernelbot
 from nibblas.index.ingest.reading import (
     MAX_BYTES,
+    Attached,
     Options,
     Read,
     Skipped,
@@ -95,8 +96,7 @@ def _read(path: Path, record: Mapping[str, Any], options: Options, store: Store)
     digests: dict[str, str] = record["submission"]["files"]
     known = _known(digests, store)
     if known:
-        stored = store.item(known)
-        return Item(stored.implementation, stored.contents, runs=runs, facts=facts)
+        return Attached(known, runs, facts)
     contents = _beside(path.parent, digests)
     missing = sorted(set(digests) - set(contents))
     if missing:

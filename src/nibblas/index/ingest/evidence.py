@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nibblas.index.ingest.reading import Options, Read, Skipped, described, interface_of
+from nibblas.index.ingest.reading import Attached, Options, Read, Skipped, described, interface_of
 from nibblas.index.model import (
     CompatFact,
     Environment,
@@ -111,17 +111,17 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
                 measurements.append(Measurement.from_json(line))
             except ValueError as error:
                 yield Skipped(f"{path}:{number}", str(error))
-    yield from _attached(measurements, store, every=False)
+    yield from _with_runs(measurements, store, every=False)
 
 
 def read_own(store: Store) -> Iterator[Read]:
     """nibblas's kernels, each with the Measurements that this machine has of it."""
     from nibblas import evidence
 
-    yield from _attached(evidence.store().all(), store, every=True)
+    yield from _with_runs(evidence.store().all(), store, every=True)
 
 
-def _attached(measurements: Iterable["Measurement"], store: Store, every: bool) -> Iterator[Read]:
+def _with_runs(measurements: Iterable["Measurement"], store: Store, every: bool) -> Iterator[Read]:
     """Kernels with their Measurements; `every` kernel, or only those that have some."""
     from nibblas.kernels import kernels
 
@@ -138,8 +138,7 @@ def _attached(measurements: Iterable["Measurement"], store: Store, every: bool) 
             (kebab("nibblas", name), _record(name, digest)),
         ).fetchone()
         if found:
-            stored = store.item(found[0])
-            yield Item(stored.implementation, stored.contents, runs=tuple(of))
+            yield Attached(found[0], tuple(of))
         else:
             yield Skipped(
                 f"{len(of)} measurements of {name}", f"of code with the digest {digest[:12]}, not in the index"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from nibblas.index.model import Item, SourceFile, language_of
+from nibblas.index.model import CompatFact, Item, Run, SourceFile, language_of
 from nibblas.index.store import Store
 
 MAX_BYTES = 16 << 20  # of one source file or record
@@ -62,13 +62,21 @@ class Skipped(NamedTuple):
     why: str
 
 
+class Attached(NamedTuple):
+    """Runs and facts of a revision that is in the index, by its digest; it need not be the current one."""
+
+    digest: str
+    runs: tuple[Run, ...]
+    facts: tuple[CompatFact, ...] = ()
+
+
 class Known(NamedTuple):
     """Something that need not even be read: it is in the index as it is."""
 
     what: str
 
 
-Read = Item | Skipped | Known
+Read = Item | Attached | Skipped | Known
 
 
 class Importer(Protocol):
