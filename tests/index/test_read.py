@@ -358,9 +358,11 @@ def test_comparison_says_why_nothing_is_paired(catalog, a, b, why):
 
 
 def test_techniques_count_uses_and_mentions(catalog):
-    lines = {line.slug: (line.uses, line.mentions) for line in read.techniques(catalog)}
-    assert lines["split-k"] == (5, 6)
-    assert lines["tma"] == (9, 0)
+    lines = {line.slug: line for line in read.techniques(catalog)}
+    assert (lines["split-k"].uses, lines["split-k"].mentions) == (5, 6)
+    assert (lines["tma"].uses, lines["tma"].mentions) == (9, 0)
+    assert lines["split-k"].description
+    assert [line.uses for line in lines.values()] == sorted((line.uses for line in lines.values()), reverse=True)
     page = read.technique(catalog, "tma")
     assert page.results.total == 9
     assert all(finding.body["kind"] == "use" for _, finding in page.examples)
@@ -431,7 +433,8 @@ def test_an_empty_index_is_read(tmp_path):
         assert read.search(catalog, Query(text="x")).total == 0
         assert read.search(catalog, Query()).cards == ()
         assert read.coverage(catalog).implementations == 0
-        assert read.operations(catalog) == read.techniques(catalog) == read.hardware(catalog) == ()
+        assert read.operations(catalog) == read.hardware(catalog) == ()
+        assert not any(line.uses or line.mentions for line in read.techniques(catalog))
         assert read.runs(catalog, RunFilter()).runs == ()
         assert list(jsonl.lines(catalog)) == []
 

@@ -101,7 +101,7 @@ def search(
         mode = "chooser"
     rows = ranked(found.cards, chosen) if mode == "exact" else []
     left_out = found.total - len(found.cards) if mode == "exact" else 0
-    words = f"{found.total} of all implementations fit" if text.strip() else "Search the index"
+    words = f"{found.total} implementation{'' if found.total == 1 else 's'}" if text.strip() else "Search the index"
     if mode == "exact" and operations:
         words = f"Operation {operations[0][1].name} · {words}"
     return {

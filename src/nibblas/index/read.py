@@ -58,6 +58,7 @@ from nibblas.index.lines import RUNS, cards, run_line, run_lines
 from nibblas.index.model import Figure, Implementation, Operation, Run, RunStatus, Workload
 from nibblas.index.names import device_slug
 from nibblas.index.prepared import OBSERVED, Prepared, Ranked
+from nibblas.index.rule import techniques as known_techniques
 from nibblas.index.selection import size
 from nibblas.index.store import made, unpack
 
@@ -113,9 +114,20 @@ def _facet(prepared: Prepared, name: str, query: Query, filters: Mapping[str, np
     chosen = getattr(query, name)
     kept = chosen if isinstance(chosen, tuple) else () if chosen is None else (chosen,)
     counts, more = selection.count(name, selection.both(others), kept, MOST_VALUES)
-    labels = prepared.operation_names if name == "operation" else {}
-    values = tuple(FacetValue(value, labels.get(value, value), count, value in kept) for value, count in counts)
+    values = tuple(FacetValue(value, _label(prepared, name, value), count, value in kept) for value, count in counts)
     return Facet(name, values, more)
+
+
+def _label(prepared: Prepared, facet: str, value: str) -> str:
+    if facet == "operation":
+        return prepared.operation_names.get(value, value)
+    return _technique(value).name if facet == "uses" else value
+
+
+def _technique(slug: str) -> Ref:
+    """A technique by the name that the rules give it."""
+    known = known_techniques().get(slug)
+    return Ref(slug, known.name if known else slug)
 
 
 def implementation(catalog: Catalog, name: str, include: Collection[Include] = ()) -> Dossier:
@@ -262,7 +274,7 @@ def _techniques_of(findings: Iterable[Finding], every: bool) -> tuple[TechniqueU
     for technique, of in groups.items():
         uses = [finding for finding in of if finding.body["kind"] == "use"]
         shown = of if every else (uses or of)[:SHOWN_FINDINGS]
-        found.append(TechniqueUse(Ref(technique, technique), len(uses), len(of) - len(uses), tuple(shown)))
+        found.append(TechniqueUse(_technique(technique), len(uses), len(of) - len(uses), tuple(shown)))
     found.sort(key=lambda use: (use.uses == 0, use.technique.slug))
     return tuple(found)
 
@@ -518,13 +530,13 @@ def _licence(catalog: Catalog, key: int, findings: Mapping[str, list[Finding]]) 
 
 
 def techniques(catalog: Catalog) -> tuple[TechniqueLine, ...]:
-    """Every technique that the rules know or have found, those most used first."""
+    """Every technique that the rules know, those most used first."""
     selection = catalog.prepared.selection
     uses, mentions = selection.facet("uses"), selection.facet("mentions")
     found = []
-    for slug in mentions.places:
+    for slug, known in known_techniques().items():
         used = uses.size(slug)
-        found.append(TechniqueLine(slug, slug, None, used, mentions.size(slug) - used))
+        found.append(TechniqueLine(slug, known.name, known.about, used, mentions.size(slug) - used))
     found.sort(key=lambda line: (-line.uses, -line.mentions, line.slug))
     return tuple(found)
 
