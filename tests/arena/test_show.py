@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -24,6 +25,8 @@ from nibblas.arena.show import (
     span_in_words,
     valid_times,
 )
+
+CHROMIUM = shutil.which("chromium")
 
 
 def shown(record, width=100):
@@ -230,3 +233,20 @@ def test_odd_samples_can_be_drawn(times):
     assert valid_times(case) == times
     assert "nan" not in page(record)
     assert in_words(times[0]) in shown(record)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a program called chromium (Debian's package chromium)")
+def test_the_page_fits_a_phone_and_axe_finds_nothing(tmp_path):
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        for record, scheme in ((GOOD, "light"), (BAD, "dark")):
+            path = tmp_path / f"{scheme}.html"
+            path.write_text(page(record))
+            tab = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme=scheme)
+            tab.goto(path.as_uri())
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+            assert [violation["id"] for violation in Axe().run(tab).response["violations"]] == []
+        browser.close()
