@@ -26,6 +26,7 @@ from nibblas import roofline
 from nibblas.arena import correctness, coverage, record, standins, submission, timing
 from nibblas.arena.clocks import Clocks
 from nibblas.arena.launcher import Process, hide_from_other_processes
+from nibblas.arena.native import BuildError, Native
 from nibblas.arena.parties import Contestant, FaultError, JudgeError, JudgeProcess, Made
 from nibblas.arena.problem import ArenaError, Case, Dialect, Task
 from nibblas.arena.record import (
@@ -56,6 +57,7 @@ STAGES: dict[Mode, tuple[Mode, ...]] = {
     "profile": ("profile",),
 }
 BUDGET = 30.0  # seconds for one benchmark case
+ACCEPTABLE = 0.5  # of the answer's RMS: a check that lets an element be further off accepts nearly anything
 INSPECTED = 8  # one call in so many has its data looked at again and its processes counted
 IDLE_SHARE, IDLE_SECONDS = 0.3, 0.1  # of CPU time, that a worker may use while nothing is asked of it
 SECRET_BITS = 31  # of the seed of one call; combined with a public seed it stays within 64 bits
@@ -198,6 +200,9 @@ class _Run:
             return self._end(cases, why_not)
         self._keep()
         try:
+            if self.task.lang == "cu":
+                self._native()
+                return self._end(self._left_out(), "")
             with ExitStack() as stack:
                 names = standins.ALL if self.options.stand_ins == "auto" else ()
                 self.progress("starting")
@@ -208,22 +213,41 @@ class _Run:
                 self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
                 stack.callback(self.judge.close)
                 self._stages()
-        except JudgeError as error:
-            rest = [self._empty(kind, case, "incompatible", str(error)) for kind, case in self._planned()]
+        except (JudgeError, BuildError) as error:
+            verdict = error.verdict if isinstance(error, BuildError) else "incompatible"
+            rest = [self._empty(kind, case, verdict, str(error)) for kind, case in self._planned()]
             return self._end(rest, str(error))
         except KeyboardInterrupt:
             self._keep(reason="interrupted", protocol=self._protocol_with_seed())
             raise
-        rest = [self._empty(kind, case, "not run", "an earlier stage did not pass") for kind, case in self._planned()]
-        return self._end(rest, "")
+        return self._end(self._left_out(), "")
+
+    def _left_out(self) -> list[CaseResult]:
+        return [self._empty(kind, case, "not run", "an earlier stage did not pass") for kind, case in self._planned()]
+
+    def _native(self) -> None:
+        self.progress("compiling")
+        program = Native(self.task, self.entry, arch_of(self.device), self._hidden(self.entry))
+        program.build()
+        for stage in STAGES[self.options.mode]:
+            cases = [case for kind, case in self._planned() if kind == stage]
+            if not cases:
+                continue
+            self.progress(stage)
+            seed = self.secret % 2**SECRET_BITS if stage == "leaderboard" else None
+            results = program.run(stage, cases, seed, self.task.timeout(stage))
+            self._keep(
+                isolation=program.isolation,
+                cases=(*self.record.cases, *(replace(result, start=self.start) for result in results)),
+            )
+            if any(result.verdict != "correct" for result in results):
+                return
 
     def _why_not(self) -> str | None:
         devices = torch.cuda.device_count() if self.device.type == "cuda" else 0
         found = self.task.why_not(devices)
         if found is None and self.task.multi_gpu:
             found = "its cases are run by several processes, one on each GPU, and the arena judges one"
-        if found is None and self.task.lang == "cu":
-            found = "it brings its own evaluation in C++, which has nothing that the arena could call or check"
         if found is None:
             stands_in = standins.provides if self.options.stand_ins == "auto" else (lambda module, name: False)
             found = submission.why_not(self.entry, self.task, arch_of(self.device), stands_in)
@@ -236,16 +260,19 @@ class _Run:
         return [self.entry, self.against, self.entry]
 
     def _contestant(self, entry: Submission, names: Sequence[str]) -> Contestant:
-        hide = [self.task.directory, self.output.parent, entry.path if entry.path.is_dir() else entry.path.parent]
         return Contestant(
             entry,
             self.task,
             self.options.device,
             self.threads,
             names,
-            hide,
+            self._hidden(entry),
             free_memory() // (1 + len(self._entries())),
         )
+
+    def _hidden(self, entry: Submission) -> list[Path]:
+        """Folders that a submission must not see: the problem's, the record's, and its own where others may lie."""
+        return [self.task.directory, self.output.parent, entry.path if entry.path.is_dir() else entry.path.parent]
 
     def _planned(self) -> Iterator[tuple[Mode, Case]]:
         """Stages and cases that the record does not have yet."""
@@ -502,6 +529,10 @@ class _Case:
             return None
         if message:
             self.message = message
+        for found in errors:
+            if (found.max_relative_rms or 0.0) > ACCEPTABLE:
+                what = f"the check accepts {found.output}, which is off by {found.max_relative_rms:.0%} of the RMS"
+                self._find(Finding("weak-check", "info", f"{what} of the {found.against} answer", f"call {index}"))
         claims = timing.nanoseconds(call.spans, contestant.timers)
         sample = Sample(claims, float(call.observed_ns), True, "", throttled, elsewhere)
         return self._validated(index, sample)

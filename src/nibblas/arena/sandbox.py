@@ -37,7 +37,10 @@ PASSED_ON = (
 
 PACKAGE = Path(__file__).parents[1]
 # Folders that a program can't do without, so that they are not hidden whole.
-SYSTEM = {"/", *(f"/{name}" for name in "bin dev etc lib lib64 opt proc sbin sys usr usr/local var".split())}
+SYSTEM = {
+    "/", "/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/sbin", "/sys", "/usr", "/usr/local",
+    "/var",
+}  # fmt: skip
 
 
 class ExcessError(Exception):
