@@ -1,6 +1,6 @@
 """The index over HTTP, read only: /api/v1, and the pages beside it.
 
-The reads that KernelIndex's public API has too answer in its shapes (kernelindex.py), with this index's own document
+The reads that KernelIndex's public API has too answer in its shapes (kernelindex.py), with what this index says beside
 under "nibblas"; the others answer with their document. ETags are digests of the answer. Errors have one shape.
 """
 

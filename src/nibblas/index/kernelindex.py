@@ -132,7 +132,7 @@ def search(
         "nearest": None,
         "sources": [],
         "generatedAt": at,
-        "nibblas": found,
+        "nibblas": {"total": found.total, "facets": found.facets},
     }
 
 
@@ -673,12 +673,21 @@ def runs(found: RunsPage, at: str) -> shapes.Runs:
                 "sourceAvailable": line.source_shown,
                 "source": line.source_kind,
                 "observedAt": line.observed_at or UNKNOWN,
+                "nibblas": {
+                    "workload": line.workload.name if line.workload else None,
+                    "claimed": line.claimed,
+                    "numerics": line.levels.numerics,
+                    "timing": line.levels.timing,
+                    "cohort": line.standing.cohort,
+                    "rank": line.standing.rank,
+                    "error": line.error,
+                    "floor": line.floor,
+                },
             }
             for line in found.runs
         ],
         "nextCursor": found.next,
         "generatedAt": at,
-        "nibblas": found,
     }
 
 

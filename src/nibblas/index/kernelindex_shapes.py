@@ -1,7 +1,7 @@
 """The shapes of KernelIndex's public API, version 1, for those reads that this index has too.
 
-Names are its own (SamMausberg/KernelIndex, Apache-2.0). An answer here has this index's own document beside, under
-"nibblas", which its clients don't look at.
+Names are its own (SamMausberg/KernelIndex, Apache-2.0). What this index says beside stands under "nibblas", where its
+clients don't look: the whole document, or in lists what they lack.
 """
 
 from typing import Any, Literal, NotRequired
@@ -573,6 +573,19 @@ class RunDossier(TypedDict):
     nibblas: Any
 
 
+class OwnFacts(TypedDict):
+    """What this index knows of a run beside."""
+
+    workload: str | None
+    claimed: bool
+    numerics: str
+    timing: str
+    cohort: str | None
+    rank: int | None
+    error: float | None
+    floor: float | None
+
+
 class RunItem(TypedDict):
     """A run in a list."""
 
@@ -587,6 +600,7 @@ class RunItem(TypedDict):
     sourceAvailable: bool
     source: str
     observedAt: str
+    nibblas: OwnFacts
 
 
 class Runs(TypedDict):
@@ -595,7 +609,6 @@ class Runs(TypedDict):
     runs: list[RunItem]
     nextCursor: str | None
     generatedAt: str
-    nibblas: Any
 
 
 class ComparedRun(TypedDict):
