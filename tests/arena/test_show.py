@@ -145,6 +145,16 @@ def test_a_ratio_is_only_told_from_noise_beyond_it():
     assert "noise" in comparison_in_words(replace(fast, noise_low=0.7))
 
 
+def test_a_real_record(arena, problem):
+    directory = problem("vector_add")
+    record = arena(directory, directory / "submission.py", mode="benchmark", budget=0.1)
+    found = shown(record)
+    assert found.startswith("vector_add, submission.py: correct here\n")
+    for case in record.cases:
+        assert in_words(case.statistics.median_ns) in found
+        assert in_words(case.statistics.median_ns) in page(record)
+
+
 # --- the page ------------------------------------------------------------------------------------------------------
 
 VOID = {"meta", "rect", "line", "circle", "path"}
