@@ -83,6 +83,7 @@ def fp4_situation():
         ("FP4 above 1.5 taken for less", [0x21, 0xA3], [3, 1]),
         ("scales ignored", [0x21, 0xE7], [1, 1]),
         ("mantissas of scales ignored", [0x21, 0xE7], [2, 1]),
+        ("second half of the inputs ignored", [0x21, 0], [3, 1]),
     ],
 )
 def test_faults_in_reading_fp4(name, codes, scales):
@@ -249,6 +250,28 @@ def test_hostile_text_is_printed_as_text():
     console = Console(width=100, record=True, file=io.StringIO())
     print_lint([CaseLint("test", "[bold]", {}, ("\x1b[31m[red]x[/red]",))], console)
     assert "\ufffd[31m[red]x[/red]" in console.export_text()
+
+
+def test_a_problem_that_can_not_be_loaded_is_told_so_for_each_case(tmp_path):
+    (tmp_path / "reference.py").write_text("import no_such_module\ngenerate_input = check_implementation = None\n")
+    (tmp_path / "eval.py").write_text("")
+    (tmp_path / "task.yml").write_text(f"{TASK}tests:\n  - {{n: 1}}\n  - {{n: 2}}\n")
+    first, second = lint_problem(tmp_path)
+    assert first.faults == second.faults
+    assert "can't be loaded: ModuleNotFoundError: No module named 'no_such_module'" in first.faults[0]
+
+
+def test_a_problem_in_cpp(tmp_path):
+    (tmp_path / "eval.cu").write_text("")
+    text = (
+        TASK.replace("lang: py", "lang: cu")
+        .replace("main: eval.py", "sources: [eval.cu]")
+        .replace("eval.py", "eval.cu")
+    )
+    lines = [line for line in text.splitlines() if "reference.py" not in line]
+    (tmp_path / "task.yml").write_text("\n".join(lines))
+    with pytest.raises(ArenaError, match=r"lint needs a reference\.py"):
+        lint_problem(tmp_path)
 
 
 def test_a_folder_that_is_no_problem(tmp_path):

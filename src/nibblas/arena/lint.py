@@ -5,6 +5,7 @@ is this module as a program.
 """
 
 import copy
+import importlib
 import json
 import random
 import subprocess
@@ -33,7 +34,7 @@ from nibblas.arena.coverage import coverage, gaps
 from nibblas.arena.harden import Hardener
 from nibblas.arena.mutants import MUTANTS, Kernel, Situation, rms
 from nibblas.arena.poison import output_arguments
-from nibblas.arena.problem import Case, Task, read_task
+from nibblas.arena.problem import ArenaError, Case, Task, read_task
 from nibblas.arena.record import Mode
 from nibblas.arena.show import clean
 
@@ -92,9 +93,12 @@ def lint_problem(
         ended. starting : seconds on top of that for a process to import torch and the problem.
     kinds : which lists of cases. progress : told what is going on.
 
-    Returns one CaseLint a case, in the order of task.yml. ArenaError for what is no problem directory.
+    Returns one CaseLint a case, in the order of task.yml. ArenaError for what is no problem directory, or has no
+    reference.py.
     """
     task = read_task(directory)
+    if task.file("reference.py") is None:
+        raise ArenaError(f"{task.directory}: lint needs a reference.py, and this problem (lang: {task.lang}) has none")
     cases = [(kind, case) for kind in kinds for case in _of_kind(task, kind)]
     found: list[CaseLint] = []
     while len(found) < len(cases):
@@ -187,10 +191,15 @@ def main() -> None:
     device = torch.device(job["device"])
     sys.path.insert(0, str(Path.cwd()))
     standins.install(device, sources=[path.read_bytes() for path in Path().rglob("*.py")])
-    import reference
-
+    try:
+        reference, fault = importlib.import_module("reference"), ""
+    except Exception as error:  # whatever the problem's code raises is told
+        reference, fault = None, f"reference.py can't be loaded: {type(error).__name__}: {error}"[:300]
     for kind, text, values in job["cases"]:
-        found = _Linted(reference, values, job["hardened"], job["budget"]).result(kind, text)
+        if reference is None:
+            found = CaseLint(kind, text, {}, (fault,))
+        else:
+            found = _Linted(reference, values, job["hardened"], job["budget"]).result(kind, text)
         print(json.dumps(asdict(found)), file=told, flush=True)
 
 

@@ -196,12 +196,13 @@ def _power_of_two(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _second_half_zero(t: Tensor) -> bool:
-    """Along the longest dimension."""
+    """Along the longest dimension; of FP4 the codes, not the scales."""
     longest = max(range(t.ndim), key=t.shape.__getitem__, default=None)
-    if longest is None or t.shape[longest] < 2 or not _is_number(t) or t.dtype in SCALES:
+    if longest is None or t.shape[longest] < 2 or t.dtype in SCALES:
         return False
     half = t.shape[longest] // 2
-    t.narrow(longest, half, t.shape[longest] - half).zero_()
+    values = t.view(torch.uint8) if t.dtype == FP4 else t
+    values.narrow(longest, half, t.shape[longest] - half).zero_()
     return True
 
 
