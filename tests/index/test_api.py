@@ -7,6 +7,8 @@ not kept here); without it the answers are held against our own description of i
 import hashlib
 import json
 import os
+import threading
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,13 +18,14 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from made_up import make_item
 from pydantic import TypeAdapter
 
 from nibblas.index import api, guard, kernelindex, kernelindex_shapes, read
 from nibblas.index.api import API, create_app
 from nibblas.index.documents import Query, RunFilter
 from nibblas.index.model import RunStatus
-from nibblas.index.store import StoreError
+from nibblas.index.store import Store, StoreError
 
 GEMV = "kernelbot-toy-gemv-{}".format
 OPENAPI = os.environ.get("NIBBLAS_KERNELINDEX_OPENAPI")
@@ -84,6 +87,10 @@ def shaped(catalog, runs):
     ]
 
 
+adapter = cache(TypeAdapter)
+
+
+@cache
 def validator(path: str, method: str) -> Draft202012Validator:
     document = json.loads(Path(OPENAPI or "").read_text())
     schema = document["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -95,7 +102,7 @@ def test_answers_have_kernelindex_s_shapes(client, catalog, runs):
         sent = client.get(API + address) if compared is None else client.post(API + address, json={"runs": compared})
         assert sent.status_code == 200, (address, sent.text)
         body = sent.json()
-        TypeAdapter(shape).validate_python(body, strict=True)
+        adapter(shape).validate_python(body, strict=True)
         assert '"nibblas":' in sent.text or not body.get("runs", True)
         if OPENAPI:
             errors = validator(path, "get" if compared is None else "post").iter_errors(body)
@@ -357,7 +364,7 @@ CURSORS = st.recursive(
     lambda children: st.lists(children, max_size=3),
     max_leaves=5,
 ).map(lambda value: api.read._encoded(value))
-often = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+often = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def harmless(sent):
@@ -389,6 +396,69 @@ def test_no_parameter_does_harm(client, parameter, value):
 )
 def test_no_body_does_harm(client, body):
     harmless(client.post(f"{API}/compare", content=body, headers={"Content-Type": "application/json"}))
+
+
+PAGES = (
+    "/search?q={}",
+    "/search?uses={}&author={}",
+    "/search.json?cursor={}",
+    "/implementations/{}",
+    "/implementations/{}.json",
+    "/implementations/hostile/files/{}",
+    "/implementations/{}/files/{}",
+    "/implementations/hostile/raw/{}",
+    "/operations/{}",
+    "/operations/toy-gemv?workload={}&cohort={}",
+    "/techniques/{}",
+    "/hardware/{}",
+    "/runs/{}",
+    "/runs?since={}&status={}",
+    "/compare?a={}&b={}",
+    "/static/{}",
+    "/{}",
+)
+
+
+@often
+@given(route=st.sampled_from(PAGES), one=HARM | CURSORS, two=HARM)
+def test_no_page_is_harmed(client, route, one, two):
+    sent = client.get(route.format(one, two))
+    assert sent.status_code < 500, sent.text
+    assert sent.headers["content-security-policy"] == guard.HEADERS["Content-Security-Policy"]
+    assert "set-cookie" not in sent.headers
+    if sent.headers["content-type"].startswith("text/html"):
+        assert "<script" not in sent.text
+        assert shelf.HOSTILE not in sent.text
+
+
+def test_pages_of_hostile_content_hold_it_as_text(client):
+    for address in ("/implementations/hostile", "/implementations/hostile/files/submission.py", "/search?q=hostile"):
+        sent = client.get(address)
+        assert sent.status_code == 200
+        assert "<script" not in sent.text
+        assert "&lt;script&gt;" in sent.text
+
+
+def test_readers_are_not_troubled_by_a_writer(tmp_path):
+    path = shelf.fill(tmp_path / "index.sqlite")
+    troubles = []
+    with TestClient(create_app(path), base_url="http://localhost") as client, Store.open(path) as store:
+
+        def look(number: int) -> None:
+            for i in range(20):
+                for address in (f"/implementations?q=toy&limit={i + 1}", f"/implementations/{GEMV(2)}", "/runs"):
+                    sent = client.get(API + address, headers={"X-Reader": str(number)})
+                    if sent.status_code != 200:
+                        troubles.append(sent.text)
+
+        readers = [threading.Thread(target=look, args=(number,)) for number in range(4)]
+        for reader in readers:
+            reader.start()
+        for number in range(100, 130):
+            store.add(make_item(number, f"n = {number}\n".encode(), source=shelf.OPEN))
+        for reader in readers:
+            reader.join()
+    assert not troubles
 
 
 def test_nothing_was_written(client, catalog):

@@ -182,8 +182,8 @@ def show(
 @app.command()
 def serve(
     db: Database = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's need one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8321,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8321,
     name: Annotated[
         list[str] | None,
         typer.Option(
@@ -233,7 +233,7 @@ def demo(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8321,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8321,
     served: Annotated[bool, typer.Option("--serve/--no-serve", help="Serve it, or only fill it.")] = True,
 ) -> None:
     """Fill an index with nibblas's own kernels and what was measured of them, and serve it.
