@@ -445,7 +445,7 @@ def test_readers_are_not_troubled_by_a_writer(tmp_path):
     with TestClient(create_app(path), base_url="http://localhost") as client, Store.open(path) as store:
 
         def look(number: int) -> None:
-            for i in range(20):
+            for i in range(8):
                 for address in (f"/implementations?q=toy&limit={i + 1}", f"/implementations/{GEMV(2)}", "/runs"):
                     sent = client.get(API + address, headers={"X-Reader": str(number)})
                     if sent.status_code != 200:
@@ -454,7 +454,7 @@ def test_readers_are_not_troubled_by_a_writer(tmp_path):
         readers = [threading.Thread(target=look, args=(number,)) for number in range(4)]
         for reader in readers:
             reader.start()
-        for number in range(100, 130):
+        for number in range(100, 110):
             store.add(make_item(number, f"n = {number}\n".encode(), source=shelf.OPEN))
         for reader in readers:
             reader.join()

@@ -12,6 +12,7 @@ from nibblas.index.store import Store
 
 # Preparing anew may take this share of the time while another process writes.
 PREPARING_SHARE = 0.05
+LOOK_EVERY = 0.02  # seconds between two looks at the file in the course of one read
 
 
 class Catalog:
@@ -28,7 +29,7 @@ class Catalog:
         self._prepared: Prepared | None = None
         self._state: tuple = ()
         self._generation = 0
-        self._made = 0.0
+        self._made = self._looked = 0.0
         _ = self.store  # a file that can't be read is told at once
 
     @property
@@ -65,21 +66,26 @@ class Catalog:
     @property
     def prepared(self) -> Prepared:
         """What is computed of the file as it is, or as it was a little while ago if it is being written."""
-        state = self._file_state()
         found = self._prepared
-        if found is not None and (state == self._state or not self._due(found)):
+        if found is not None and time.monotonic() - self._looked < LOOK_EVERY:
             return found
-        with self._lock:
-            if self._prepared is found:
-                self._prepared, self._state, self._made = Prepared(self), state, time.monotonic()
-                self._generation += 1
-            assert self._prepared is not None
-            return self._prepared
+        return self._look()[0]
 
     def state(self) -> tuple:
         """What changes whenever a document may have changed."""
-        _ = self.prepared
-        return self._generation, *self._file_state()
+        _, state = self._look()
+        return self._generation, *state
+
+    def _look(self) -> tuple[Prepared, tuple]:
+        """Look at the file: what is prepared of it, anew if it changed and that is due, and its state."""
+        state, found, self._looked = self._file_state(), self._prepared, time.monotonic()
+        if found is not None and (state == self._state or not self._due(found)):
+            return found, state
+        with self._lock:
+            if self._prepared is found or self._prepared is None:
+                self._prepared, self._state, self._made = Prepared(self), state, time.monotonic()
+                self._generation += 1
+            return self._prepared, state
 
     def _due(self, prepared: Prepared) -> bool:
         return time.monotonic() - self._made > prepared.seconds / PREPARING_SHARE

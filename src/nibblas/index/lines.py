@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import Card, Fastest, Ref, RunLine, Standing
-from nibblas.index.evidence_levels import Place, levels
+from nibblas.index.evidence_levels import Place
 from nibblas.index.model import Figure
 from nibblas.index.prepared import Ranked
 
@@ -69,7 +69,7 @@ def run_line(catalog: Catalog, row: sqlite3.Row, samples: tuple[float, ...] = ()
     """A row of RUNS as a line."""
     prepared = catalog.prepared
     observed = prepared.observed(row)
-    known = levels([observed], prepared.events(row["revision_digest"], [observed.run]))
+    known = prepared.levels_of_run(observed, row["revision_digest"])
     return RunLine(
         row["digest"],
         Ref(row["slug"], row["name"]),

@@ -4,6 +4,7 @@ Each part is made when it is first asked for.
 """
 
 import json
+import math
 import sqlite3
 import threading
 import time
@@ -11,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from nibblas.index import counts
@@ -43,6 +44,7 @@ FROM run r LEFT JOIN figure f ON f.run = r.id AND f.position = (
     SELECT min(position) FROM figure WHERE run = r.id AND metric IN ('latency', 'score')
 )
 """
+SILENT = ("passed", "compiled")  # statuses that tell nothing against an implementation
 OF_THESE = "WHERE r.implementation IN (SELECT value FROM json_each(?))"
 # Implementations of one run each that tells nothing against them, by all that decides on their levels.
 ALIKE = """
@@ -87,6 +89,24 @@ class Ranked:
     protocol: int
     places: tuple[Place, ...]
     excluded: dict[str, tuple[str, ...]]
+
+
+@lru_cache(1024)
+def _alone(
+    status: str,
+    claimed: bool,
+    device: str | None,
+    host: str | None,
+    timed: bool,
+    sampled: bool,
+    checked: bool,
+    hardened: bool,
+) -> Levels:
+    """Levels of a single run that tells nothing against its implementation: there are many such, and few kinds."""
+    seconds, error = 1.0 if timed else None, 0.0 if checked else None
+    return levels(
+        [Observed("", status, claimed, None, device, None, host, seconds, None, None, int(sampled), error, hardened)]
+    )
 
 
 class Prepared:
@@ -167,19 +187,18 @@ class Prepared:
             return found | {key: self._levels(digest, runs[key], key in compiled) for key, digest in digests}
 
     def _of_one_run(self, row: sqlite3.Row) -> Levels:
-        observed = Observed(
-            "",
-            row["status"],
-            bool(row["claimed"]),
-            None,
-            row["device"],
-            host=self.machines[row["environment"]].host,
-            seconds=1.0 if row["timed"] else None,
-            samples=row["sampled"],
-            error=0.0 if row["checked"] else None,
-            hardened=bool(row["hardened"]),
-        )
-        return levels([observed])
+        machine = self.machines[row["environment"]]
+        known = row["timed"], row["sampled"], row["checked"]
+        return _alone(row["status"], bool(row["claimed"]), row["device"], machine.host, *known, bool(row["hardened"]))
+
+    def levels_of_run(self, o: Observed, digest: str) -> Levels:
+        """What is known by one run of the implementation that has a digest."""
+        events = self.events(digest, [o.run])
+        if events or o.refusals or o.status not in SILENT:
+            return levels([o], events)
+        checked = o.error is not None and math.isfinite(o.error)
+        known = o.seconds is not None, o.samples > 0, checked
+        return _alone(o.status, o.claimed, o.device, o.host, *known, o.hardened)
 
     def _keys(self, query: str, *values: str) -> set[int]:
         """The keys that a query gives, as one text, which is far quicker than many rows."""
