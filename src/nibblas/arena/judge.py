@@ -40,7 +40,6 @@ from nibblas.arena.wire import (
 )
 
 MAX_TEXT = 8000  # characters of a message that are sent
-PROBING = 3.0  # seconds that may be spent on finding out which inputs matter
 PARTS = 8  # of a storage, each of which may matter or not
 LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
 
@@ -81,7 +80,7 @@ class Judge:
         """Make the data of a call, and put it into shared memory.
 
         The first call of a case also finds out which arguments are there to be filled, so that they hold nothing that
-        helps, and how many bytes must move.
+        helps, and, in at most `probing` seconds, how many bytes must be read.
         """
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(request["seed"] % 2**32)
@@ -92,7 +91,7 @@ class Judge:
         self.hardened = request["hardened"] and self.harden is not None
         if self.harden is not None and self.hardened:
             self.data = self.harden(self.data, request["seed"])
-        facts = self._first_call() if request["first"] else {}
+        facts = self._first_call(request["probing"]) if request["first"] else {}
         if (request["first"] or self.hardened) and not self.is_large:
             facts["coverage"] = [asdict(found) for found in coverage(self.data)]
         tensors = correctness.named_tensors(self.data, "data")
@@ -110,7 +109,7 @@ class Judge:
             **facts,
         }
 
-    def _first_call(self) -> dict[str, Any]:
+    def _first_call(self, probing: float) -> dict[str, Any]:
         parcel = pack(self.data)
         facts: dict[str, Any] = {}
         self.is_large = parcel.nbytes > LARGE
@@ -125,8 +124,8 @@ class Judge:
         self.filled = output_arguments(self.data, self.ref_kernel)
         tensors = correctness.named_tensors(self.data, "data")
         self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
-        if one * 2 < PROBING:
-            facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, PROBING)
+        if one * 2 < probing:
+            facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, probing)
         return facts
 
     def room(self, request: dict) -> dict:

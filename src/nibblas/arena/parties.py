@@ -93,9 +93,14 @@ class JudgeProcess:
             self.close()
             raise
 
-    def make(self, values: Mapping[str, Any], seed: int, *, first: bool, hardened: bool = False) -> Made:
-        """New data for a call; JudgeError where the problem can't make it."""
-        reply = self._ask("make", values=dict(values), seed=seed, first=first, hardened=hardened)
+    def make(
+        self, values: Mapping[str, Any], seed: int, *, first: bool, hardened: bool = False, probing: float = 0.0
+    ) -> Made:
+        """New data for a call; JudgeError where the problem can't make it.
+
+        `first` is the first call of a case, at which so many seconds may be spent on finding out what must be read.
+        """
+        reply = self._ask("make", values=dict(values), seed=seed, first=first, hardened=hardened, probing=probing)
         (fd,) = reply.pop("fds")
         return Made(fd, reply.pop("parcel"), reply.pop("names"), reply)
 

@@ -60,6 +60,7 @@ BUDGET = 30.0  # seconds for one benchmark case
 ACCEPTABLE = 0.5  # of the answer's RMS: a check that lets an element be further off accepts nearly anything
 INSPECTED = 8  # one call in so many has its data looked at again and its processes counted
 IDLE_SHARE, IDLE_SECONDS = 0.3, 0.1  # of CPU time, that a worker may use while nothing is asked of it
+PROBING: dict[Mode, float] = {"test": 1.0, "benchmark": 3.0, "leaderboard": 3.0, "profile": 0.0}  # seconds, for floors
 SECRET_BITS = 31  # of the seed of one call; combined with a public seed it stays within 64 bits
 # From the gravest: what the worst of its cases makes of a run.
 GRAVITY: tuple[tuple[CaseVerdict, RunVerdict], ...] = (
@@ -485,7 +486,9 @@ class _Case:
         seed = values["seed"] if isinstance(values.get("seed"), int) else own or 42
         if hardened:
             seed = (seed & ~1) + index % 2  # odd and even seeds have the widest scales in different operands
-        made = run.judge.make(values, seed, first=index == 0, hardened=hardened)
+        # What must be read is of use where the bandwidth is known.
+        probing = PROBING[self.kind] if run.record.protocol.bandwidth is not None else 0.0
+        made = run.judge.make(values, seed, first=index == 0, hardened=hardened, probing=probing)
         try:
             self.coverage += tuple(_coverage(found) for found in made.facts.get("coverage", ()))
             if index == 0:
