@@ -67,7 +67,8 @@ _DECLARES = _DEFINES | {
     "for_range_loop",
     "friend_declaration",
 }
-_ALIASES = frozenset(("alias_declaration", "type_definition"))
+_ALIASES = ("alias_declaration", "type_definition")
+_MACROS = ("preproc_def", "preproc_function_def")
 
 Ancestry = list[tuple[str, str | None, Any]]  # kind, field and node, from the root
 
@@ -150,18 +151,15 @@ class _Reader:
 
         code = self._without_dead_code()
         tree = tree_sitter.Parser(_language()).parse(code.encode("ascii"))
-        captures = tree_sitter.QueryCursor(_query()).captures(tree.root_node)
-        found = defaultdict(list)
-        for kind, nodes in captures.items():
-            found[kind] = sorted(nodes, key=attrgetter("start_byte"))
+        found = _nodes(tree)
         self._find_functions(found["function_definition"], function)
-        for node in found["alias"]:
-            self._alias(node)
-        for node in found["macro"]:
-            self._macro(node)
-        self._words(tree, _blanked(code, found["not_code"]))
-        inside = {node.start_byte for node in found["part"]}
-        found["string"] = [node for node in found["string"] if node.start_byte not in inside]
+        for kind in _ALIASES:
+            for node in found[kind]:
+                self._alias(node)
+        for kind in _MACROS:
+            for node in found[kind]:
+                self._macro(node)
+        self._words(tree, _blanked(code, [node for kind in _NOT_CODE for node in found[kind]]))
         for kind, handler in _HANDLERS.items():
             for node in found[kind]:
                 handler(self, node)
@@ -447,6 +445,9 @@ class _Reader:
                 self._add("alternating", name, start, end, index)
 
     def _comparison(self, node) -> None:
+        operator = node.child_by_field_name("operator")
+        if operator is None or operator.type != "==":
+            return
         left, right = node.child_by_field_name("left"), node.child_by_field_name("right")
         if left is not None and right is not None and "number_literal" in (left.type, right.type):
             self._add("equality", self._of(left), node.start_byte, node.end_byte, self._of(right))
@@ -536,10 +537,10 @@ class _Path:
 
 
 def _blanked(text: str, nodes: list) -> str:
-    """A text with blanks in the places of the nodes, which are in order."""
+    """A text with blanks in the places of the nodes."""
     pieces: list[str] = []
     done = 0
-    for node in nodes:
+    for node in sorted(nodes, key=attrgetter("start_byte")):
         if node.start_byte >= done:
             pieces += (text[done : node.start_byte], " " * (node.end_byte - node.start_byte))
             done = node.end_byte
@@ -550,51 +551,54 @@ def _first(node, kind: str):
     return next((child for child in node.children if child.type == kind), None)
 
 
-# What is done with what _QUERY finds, in this order: declarations before what is done with what they declare.
+# What is done with each kind of node, in this order: declarations before what is done with what they declare.
 _HANDLERS: dict[str, Callable[[_Reader, Any], None]] = {
     "comment": _Reader._comment,
-    "string": _Reader._string,
-    "asm": _Reader._asm,
-    "include": _Reader._include,
-    "pragma": _Reader._pragma,
+    "string_literal": _Reader._string,
+    "raw_string_literal": _Reader._string,
+    "gnu_asm_expression": _Reader._asm,
+    "preproc_include": _Reader._include,
+    "preproc_call": _Reader._pragma,
     "declaration": _Reader._declaration,
-    "call": _Reader._call,
-    "subscript": _Reader._subscript,
-    "dereference": _Reader._dereference,
-    "equality": _Reader._comparison,
-    "switch": _Reader._switch,
-    "loop": _Reader._loop,
-    "list": _Reader._list,
+    "field_declaration": _Reader._declaration,
+    "call_expression": _Reader._call,
+    "subscript_expression": _Reader._subscript,
+    "pointer_expression": _Reader._dereference,
+    "binary_expression": _Reader._comparison,
+    "switch_statement": _Reader._switch,
+    "for_statement": _Reader._loop,
+    "while_statement": _Reader._loop,
+    "initializer_list": _Reader._list,
 }
-_QUERY = """
-[(comment) (string_literal) (raw_string_literal) (preproc_include) (preproc_arg)] @not_code
-(comment) @comment
-[(string_literal) (raw_string_literal)] @string
-(gnu_asm_expression) @asm
-(gnu_asm_expression assembly_code: [(string_literal) (raw_string_literal)] @part)
-(gnu_asm_expression assembly_code: (concatenated_string [(string_literal) (raw_string_literal)] @part))
-(gnu_asm_output_operand (string_literal) @part)
-(gnu_asm_input_operand (string_literal) @part)
-(gnu_asm_clobber_list (string_literal) @part)
-(preproc_include path: (string_literal) @part)
-(preproc_include) @include
-(preproc_call) @pragma
-[(alias_declaration) (type_definition)] @alias
-[(preproc_def) (preproc_function_def)] @macro
-(function_definition) @function_definition
-[(declaration) (field_declaration)] @declaration
-(call_expression) @call
-(subscript_expression) @subscript
-(pointer_expression) @dereference
-(binary_expression operator: "==") @equality
-(switch_statement) @switch
-[(for_statement) (while_statement)] @loop
-(initializer_list) @list
-"""
+_NOT_CODE = ("comment", "string_literal", "raw_string_literal", "asm_string", "preproc_include", "preproc_arg")
 
 
 @cache
-def _query():
-    import tree_sitter
+def _kinds() -> dict[int, str]:
+    """The kinds of node that something is done with, by their numbers."""
+    names = {*_HANDLERS, *_ALIASES, *_MACROS, *_NOT_CODE, "function_definition"}
+    kinds = ((number, _language().node_kind_for_id(number)) for number in range(_language().node_kind_count))
+    return {number: name for number, name in kinds if name in names}
 
-    return tree_sitter.Query(_language(), _QUERY)
+
+def _nodes(tree) -> defaultdict[str, list]:
+    """The nodes of each kind, in order. Strings inside of asm are of the kind asm_string, those of #include of none.
+
+    A query of tree-sitter's would do the same, in a time that grows with the square of the depth.
+    """
+    found, kinds = defaultdict(list), _kinds()
+    cursor, asm_end = tree.walk(), 0
+    while True:
+        node = cursor.node
+        kind = kinds.get(node.kind_id)
+        if kind is not None:
+            if kind == "gnu_asm_expression":
+                asm_end = node.end_byte
+            elif node.start_byte < asm_end and kind in ("string_literal", "raw_string_literal"):
+                kind = "asm_string"
+            found[kind].append(node)
+        if kind != "preproc_include" and cursor.goto_first_child():
+            continue
+        while not cursor.goto_next_sibling():
+            if not cursor.goto_parent():
+                return found

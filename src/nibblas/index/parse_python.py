@@ -24,7 +24,7 @@ _TOKEN = re.compile(
         |'(?:[^\\'\r\n]++|\\(?:\r\n|.))*+'?))
     |(?P<number>(?:0[xXoObB][\da-fA-F_]++|(?:\d[\d_]*+\.?[\d_]*+|\.\d[\d_]*+)(?:[eE][-+]?\d[\d_]*+)?+)[jJ]?)
     |(?P<word>[^\W\d]\w*+)
-    |(?P<op>->|:=|==|!=|\*\*=?|//=?|>>=?|<<=?|[<>+\-*/%@&|^]=|\.\.\.|.))""",
+    |(?P<op>->|:=|==|!=|\*\*=?|//=?|>>=?|<<=?|[<>+\-*/%@&|^]=|\.\.\.|.)|(?P<end>\Z))""",
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPE = re.compile(
@@ -222,7 +222,7 @@ class _Reader:
         begins = True
         for found in _TOKEN.finditer(self.source.text):
             kind = found.lastgroup
-            if kind is None:  # blank space at the end
+            if kind is None or kind == "end":
                 break
             text = found[kind]
             if kind == "op":

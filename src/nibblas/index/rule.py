@@ -22,7 +22,7 @@ _NAMES = frozenset(
 )
 _LONGEST_NAME = 200
 _C = frozenset(("cuda", "hip", "c++"))
-_LAST = re.compile(r"(?:.*(?:\.|::|->))?(.+)", re.DOTALL)
+_GROUP_NAME = re.compile(r"\(\?P<\w+>")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Rule:
 
     def matched(self, text: str) -> re.Match[str] | None:
         """The match of an item's text, whole or by its last part."""
-        return self.match.fullmatch(text) or self.match.fullmatch(last_part(text))
+        last = last_part(text)
+        return self.match.fullmatch(text) or (self.match.fullmatch(last) if last is not text else None)
 
     def accepts(self, item: Item) -> bool:
         """Whether an item whose text matches has the value that the rule asks for."""
@@ -112,9 +113,9 @@ class Rule:
 
 
 def last_part(name: str) -> str:
-    """What follows the last dot, arrow or `::`."""
-    found = _LAST.fullmatch(name)
-    return found[1] if found else name
+    """What follows the last dot or `::` of a name."""
+    after = max(name.rfind("."), name.rfind("::") + 1) + 1
+    return name[after:] if after else name
 
 
 @cache
@@ -162,9 +163,27 @@ def matching(kind: str, item: Item) -> list[Rule]:
     return [rule for rule in found if rule.accepts(item)] if found else []
 
 
+@cache
+def _any_name() -> re.Pattern[str]:
+    """What matches every name that some rule matches."""
+    patterns = {
+        _GROUP_NAME.sub("(?:", rule.match.pattern)
+        for kind in ("rule", "requirement")
+        for rule in rules(kind)
+        if not _NAMES.isdisjoint(rule.on)
+    }
+    return re.compile("|".join(f"(?:{pattern})" for pattern in sorted(patterns)))
+
+
+@cache
+def interesting() -> re.Pattern[str]:
+    """What is found in every name, in lower case, that some rule matches, and in few others."""
+    return re.compile("|".join(tomllib.loads((FOLDER / "names.toml").read_text())["interesting"]))
+
+
 @lru_cache(maxsize=1 << 16)
 def wanted(name: str) -> bool:
     """Whether any rule can have a use for a name."""
-    return len(name) <= _LONGEST_NAME and any(
-        rule.matched(name) for kind in ("rule", "requirement") for rule in rules(kind) if not _NAMES.isdisjoint(rule.on)
-    )
+    if len(name) > _LONGEST_NAME or not interesting().search(name.lower()):
+        return False
+    return bool(_any_name().fullmatch(name) or _any_name().fullmatch(last_part(name)))
