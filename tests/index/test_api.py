@@ -21,7 +21,7 @@ from jsonschema import Draft202012Validator
 from made_up import make_item
 from pydantic import TypeAdapter
 
-from nibblas.index import api, guard, kernelindex, kernelindex_shapes, read
+from nibblas.index import api, cursor, guard, kernelindex, kernelindex_shapes, read
 from nibblas.index.api import API, create_app
 from nibblas.index.documents import Query, RunFilter
 from nibblas.index.model import RunStatus
@@ -363,7 +363,7 @@ CURSORS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda children: st.lists(children, max_size=3),
     max_leaves=5,
-).map(lambda value: api.read._encoded(value))
+).map(lambda value: cursor.encode(value))
 often = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

@@ -20,7 +20,10 @@ from nibblas.index.documents import (
     plain,
     to_json,
 )
+from nibblas.index.evidence_levels import TIMING
+from nibblas.index.lines import RUNS
 from nibblas.index.model import Event
+from nibblas.index.read.runs import LATEST, run_conditions
 from nibblas.index.store import Store
 
 GEMV = "kernelbot-toy-gemv-{}".format
@@ -92,7 +95,7 @@ def test_the_best_known_come_first_and_the_newest_of_those_alike(catalog):
     found = every(catalog, limit=3)
     assert sorted(found) == slugs(catalog)
     known = {card.slug: card.levels for card in read.search(catalog, Query(limit=200)).cards}
-    timing = [read.TIMING.index(known[slug].timing) for slug in found]
+    timing = [TIMING.index(known[slug].timing) for slug in found]
     assert timing == sorted(timing, reverse=True)
     assert found.index(GEMV(3)) < found.index(GEMV(1)) < found.index(GEMV(4))
 
@@ -457,11 +460,9 @@ def test_numbers_that_are_not_finite_become_null():
     [{}, {"operation": "toy-gemv"}, {"hardware": "NVIDIA B200"}, {"status": "wrong"}, {"since": "2026-01-02"}],
 )
 def test_runs_are_listed_by_an_index_alone(catalog, wanted):
-    conditions = read._run_conditions(catalog, RunFilter(**wanted)) | {
-        "(r.observed_at, r.id) < (?, ?)": (read.LATEST, 0)
-    }
-    values = [value for of in conditions.values() for value in of]
-    query = f"EXPLAIN QUERY PLAN {read.RUNS} WHERE {' AND '.join(conditions)} ORDER BY r.observed_at DESC, r.id DESC"
+    wanted_by = run_conditions(catalog, RunFilter(**wanted)) | {"(r.observed_at, r.id) < (?, ?)": (LATEST, 0)}
+    values = [value for of in wanted_by.values() for value in of]
+    query = f"EXPLAIN QUERY PLAN {RUNS} WHERE {' AND '.join(wanted_by)} ORDER BY r.observed_at DESC, r.id DESC"
     steps = [row["detail"] for row in catalog.all(query, *values) if row["parent"] == 0]
     assert steps
     assert not [step for step in steps if step.startswith("SCAN") or "TEMP B-TREE" in step]

@@ -5,8 +5,6 @@ bit a position, so that a filter is one `&` and a count one pass over a few kilo
 the index when it is first asked for, those of a word from its full-text index.
 """
 
-import base64
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nibblas.index import cursor
 from nibblas.index.documents import Query, QueryError
 from nibblas.index.evidence_levels import NUMERICS, TIMING, Levels
 
@@ -207,7 +206,7 @@ class Selection:
             start += STRETCH
         shown = places[: query.limit]
         ids = self.ids[order.positions[shown]].tolist()
-        return ids, _cursor(query.sort, order.keys[shown[-1]]) if len(places) > query.limit else None
+        return ids, cursor.encode(query.sort, order.keys[shown[-1]]) if len(places) > query.limit else None
 
     def _order(self, sort: str) -> Order:
         if sort not in self._orders:
@@ -233,16 +232,9 @@ def words(text: str) -> list[str]:
     return list(found)
 
 
-def _cursor(sort: str, key: int | str) -> str:
-    return base64.urlsafe_b64encode(json.dumps([sort, key]).encode()).decode().rstrip("=")
-
-
-def _after(order: Order, sort: str, cursor: str) -> int:
+def _after(order: Order, sort: str, text: str) -> int:
     """The first place after the one that a cursor names."""
-    try:
-        of, key = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (ValueError, TypeError):
-        of, key = None, None
+    of, key = cursor.decode(text, 2)
     if of != sort or type(key) is not (str if sort == "name" else int):
-        raise QueryError(f"cursor: {cursor!r} is none of a search sorted by {sort}")
+        raise QueryError(f"cursor: {text!r} is none of a search sorted by {sort}")
     return bisect_right(order.keys, key)
