@@ -18,7 +18,17 @@ from typing import Any, Literal, NamedTuple
 
 PACKAGE = Path(__file__).parent
 # Whose text decides on what is found.
-READERS = ("rules/*.toml", "rule.py", "items.py", "positions.py", "languages.py", "parse*.py", "techniques.py")
+READERS = (
+    "rules/*.toml",
+    "rule.py",
+    "items.py",
+    "positions.py",
+    "languages.py",
+    "parse*.py",
+    "techniques.py",
+    "licences.toml",
+    "licence.py",
+)
 # Starting another process costs more than reading so many files.
 WORTH_A_PROCESS = 400
 
@@ -53,12 +63,16 @@ def versions() -> str:
 
 def scan(path: str, raw: bytes) -> Scan:
     """Everything that the rules find in a file; its path's suffix tells the language."""
-    from nibblas.index import techniques
+    from nibblas.index import licence, techniques
 
     text = raw.decode(errors="replace")
     found: list[Found] = []
     problems = []
-    readers: dict[Topic, Any] = {"technique": techniques.find}
+    readers: dict[Topic, Any] = {
+        "technique": techniques.find,
+        "licence": licence.findings,
+        "third party": licence.third_party,
+    }
     for topic, read in readers.items():
         try:
             found += [_found(topic, finding) for finding in read(path, text)]

@@ -26,6 +26,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
+from nibblas.index import licence
 from nibblas.index.model import (
     Claim,
     CompatFact,
@@ -393,10 +394,12 @@ class Store:
     def _conclude(self, key: int) -> None:
         """Compute anew what follows from the findings in an implementation's files, and from their text."""
         row = self._the(
-            "SELECT i.name, i.slug, i.current, o.slug AS operation, o.name AS of, o.family FROM implementation i"
-            " LEFT JOIN operation o ON o.id = i.operation WHERE i.id = ?",
+            "SELECT i.name, i.slug, i.current, i.licence, s.terms, o.slug AS operation, o.name AS of, o.family"
+            " FROM implementation i JOIN source s ON s.id = i.source LEFT JOIN operation o ON o.id = i.operation"
+            " WHERE i.id = ?",
             key,
         )
+        shown = self._conclude_licence(key, row["licence"], row["terms"])
         if not row["current"]:
             return
         self.connection.execute("DELETE FROM implementation_technique WHERE implementation = ?", (key,))
@@ -422,7 +425,6 @@ class Store:
             " WHERE i.implementation = ? ORDER BY i.path",
             (key,),
         )
-        shown = True
         self.connection.execute(
             "INSERT INTO searched (implementation, name, authors, operation, techniques, source)"
             " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (implementation) DO UPDATE SET name = excluded.name,"
@@ -437,6 +439,28 @@ class Store:
                 identifiers(zlib.decompress(content) for (content,) in contents) if shown else "",
             ),
         )
+
+    def _conclude_licence(self, key: int, declared: str | None, terms: str | None) -> bool:
+        """Keep which licence follows for an implementation; whether its source may be shown."""
+        found: dict[str, list[dict[str, Any]]] = {"licence": [], "third party": []}
+        for topic, body in self.connection.execute(
+            "SELECT f.topic, f.body FROM implementation_file i JOIN finding f ON f.scan = i.scan"
+            " AND f.topic IN ('licence', 'third party') WHERE i.implementation = ? ORDER BY i.path, f.line, f.id",
+            (key,),
+        ):
+            found[topic].append(json.loads(body))
+        conclusion = licence.conclude(
+            declared,
+            [licence.LicenceFinding(**{"expression": None, **body}) for body in found["licence"]],
+            terms,
+            [licence.ThirdParty(**body) for body in found["third party"]],
+        )
+        shown, under = licence.may_show(conclusion, terms)
+        self.connection.execute(
+            "UPDATE implementation SET licence_concluded = ?, may_show = ?, shown_under = ? WHERE id = ?",
+            (conclusion.expression, shown, under, key),
+        )
+        return shown
 
     def _insert(self, table: str, conflict: str = "", /, **row: Any) -> int:
         names = ", ".join(row)
