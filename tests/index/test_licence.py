@@ -53,6 +53,7 @@ def stating(expression: str, method="header", line=1) -> LicenceFinding:
         ("k.cuh", " * before\n// SPDX-License-Identifier: BSD-3-Clause\n", "BSD-3-Clause"),
         ("k.py", "# SPDX-License-Identifier: LicenseRef-NvidiaProprietary\n", "LicenseRef-NvidiaProprietary"),
         ("k.py", '"""A kernel.\n\nSPDX-License-Identifier: GPL-3.0\n"""\n', "GPL-3.0-only"),
+        ("k.py", "# SPDX-License-Identifier: Proprietary\n", "LicenseRef-Proprietary"),
         (
             "k.py",
             'src = r"""\n// SPDX-License-Identifier: MIT\n__global__ void k() {}\n"""\n',

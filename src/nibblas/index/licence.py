@@ -43,6 +43,7 @@ _COMMENT_IN_STRING = re.compile(r"[ \t]*(?://|/\*)")
 _MARKER = re.compile(r"^[ \t]*(?:[rRbBuUfF]{0,2}[\"']+)?[ \t]*(?:/\*+!?|//+!?|\#+!?|\*+/?|;+|--)?[ \t]*")
 
 _TAG = re.compile(r"SPDX-License-Identifier:[ \t]*([^\r\n]{1,300})", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z][\w.-]*")
 _TAG_END = re.compile(r"\s*(?:\*/|-->|\"\"\"|''').*$")
 _COPYRIGHT = re.compile(
     r"SPDX-FileCopyrightText:\s*\S|copyright\s*(?:\(c\)|©|:)?\s*\d{4}|(?:\(c\)|©)\s*(?:copyright\s*)?\d{4}"
@@ -303,7 +304,10 @@ def _families(expression: str | None) -> frozenset[str]:
 def _stated(block: _Block) -> Iterator[LicenceFinding]:
     for number, _, line in block.lines:
         if tag := _TAG.search(line):
-            expression = normalised(_TAG_END.sub("", tag[1]).rstrip(" \t,;"))
+            value = _TAG_END.sub("", tag[1]).rstrip(" \t,;")
+            expression = normalised(value)
+            if not expression and _WORD.fullmatch(value):
+                expression = f"LicenseRef-{value}"  # a word of its own, such as Proprietary: known to be none of SPDX's
             if expression:
                 yield _finding(expression, "spdx-tag", number, number, line)
         if not block.prose and _COPYRIGHT.search(line):
@@ -378,7 +382,7 @@ def _trimmed(url: str) -> str:
     return url
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)  # read for licences and for third parties one after the other
 def _blocks(path: str, text: str) -> tuple[_Block, ...]:
     """The comments of a source, or the whole of another text."""
     language = languages.of_path(path)
@@ -394,14 +398,17 @@ def _blocks(path: str, text: str) -> tuple[_Block, ...]:
     joins = False  # whether the comment before goes on in the next line
     for start, end, whole in spans:
         number, column = places.position(start)
-        lines = [
-            (number + n, 1 if n else column, part[:_LONGEST_LINE]) for n, part in enumerate(text[start:end].split("\n"))
-        ]
-        if joins and not whole and blocks[-1][-1][0] + 1 == number:
+        lines = [(number, column, text[start : min(end, start + _LONGEST_LINE)])]
+        if "\n" in lines[0][2] or end - start > _LONGEST_LINE:
+            parts = text[start:end].split("\n")
+            lines = [(number + n, 1 if n else column, part[:_LONGEST_LINE]) for n, part in enumerate(parts)]
+        # A comment after code belongs to that line alone.
+        goes_on = not whole and not text[start - column + 1 : start].strip(" \t\"'")
+        if joins and goes_on and blocks[-1][-1][0] + 1 == number:
             blocks[-1] += lines
         else:
             blocks.append(lines)
-        joins = not whole
+        joins = goes_on
     return tuple(_Block(tuple(block)) for block in blocks)
 
 
