@@ -240,7 +240,7 @@ class _Reader:
             return
         text = self._of(name)
         self.parsed.defined.add(text)
-        body = self._of(value).strip() if value is not None else ""
+        body = self.text[value.start_byte : value.end_byte].strip() if value is not None else ""
         words = set(_WORD.findall(body))
         self.parsed.names[text] |= words
         kind: ItemKind = "definition" if node.type == "preproc_function_def" else "binding"
@@ -365,8 +365,8 @@ class _Reader:
 
     def _declaration(self, node) -> None:
         """What is known of the variables that a declaration makes."""
-        whole = self._of(node)
-        if not _TELLING.search(whole[:_LONGEST_VALUE]):
+        whole = self.text[node.start_byte : min(node.end_byte, node.start_byte + _LONGEST_VALUE)]
+        if not _TELLING.search(whole):
             return
         kind = node.child_by_field_name("type")
         type_text = self._of(kind) if kind is not None else ""
@@ -405,18 +405,14 @@ class _Reader:
             declarator = declarator.child_by_field_name("declarator") or declarator.named_children[-1]
         return (self._of(declarator) if declarator is not None else ""), points, size
 
-    def _call(self, node) -> None:
-        if self.text.find("<<<", node.start_byte, node.end_byte) < 0:
-            return
-        launch = next((child for child in node.children if child.type == "kernel_call_syntax"), None)
-        if launch is None:
-            return
-        name = node.child_by_field_name("function")
+    def _launch(self, node) -> None:
+        call = node.parent
+        name = call.child_by_field_name("function") if call is not None else None
         if name is not None:
-            inside = self._of(launch)[3:-3].strip()
+            inside = self._of(node)[3:-3].strip()
             self._add("launch", _ARGUMENTS.sub("", self._of(name)), name.start_byte, name.end_byte, inside)
             if "dim3" in inside:
-                self._add("grid", "", launch.start_byte, launch.end_byte, inside)
+                self._add("grid", "", node.start_byte, node.end_byte, inside)
 
     def _subscript(self, node) -> None:
         argument, indices = node.child_by_field_name("argument"), node.child_by_field_name("indices")
@@ -504,7 +500,8 @@ class _Reader:
         self.parsed.items += parse_assembly.parse(value, function, group)
 
     def _of(self, node) -> str:
-        return self.text[node.start_byte : node.end_byte]
+        """The text of a node, or its begin: a node that holds most of a file may stand inside of many like it."""
+        return self.text[node.start_byte : min(node.end_byte, node.start_byte + _LONGEST_VALUE)]
 
 
 class _Path:
@@ -561,7 +558,7 @@ _HANDLERS: dict[str, Callable[[_Reader, Any], None]] = {
     "preproc_call": _Reader._pragma,
     "declaration": _Reader._declaration,
     "field_declaration": _Reader._declaration,
-    "call_expression": _Reader._call,
+    "kernel_call_syntax": _Reader._launch,
     "subscript_expression": _Reader._subscript,
     "pointer_expression": _Reader._dereference,
     "binary_expression": _Reader._comparison,
