@@ -123,7 +123,7 @@ def test_a_near_miss(text):
 
 
 @pytest.mark.parametrize(("text", "expression"), [(MIT, "MIT"), (BSD, "BSD-2-Clause"), (BSD + NAMES, "BSD-3-Clause")])
-@pytest.mark.parametrize(("path", "mark"), [("k.py", "#"), ("k.cu", "//"), ("LICENSE", ""), ("LICENSE.md", "")])
+@pytest.mark.parametrize(("path", "mark"), [("k.py", "#"), ("k.cu", "//"), ("LICENSE", ""), ("LICENSE.of-b", "")])
 def test_a_full_text(text, expression, path, mark):
     body = commented(text, mark) if mark else text
     (found,) = findings(path, "\n\n" + body)

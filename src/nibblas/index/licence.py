@@ -24,7 +24,9 @@ _LONGEST_SNIPPET = 200
 _LONGEST_LINE = 10_000  # characters that are read of one
 
 # A file without any of these holds neither a licence nor a copyright.
-_HINTS = re.compile(r"licen[cs]|copyright|spdx|\(c\)|©|public domain|redistribution|permission|cc0", re.IGNORECASE)
+_HINTS = re.compile(
+    r"licen[cs]|copyright|spdx|\(c\)\s*(?:copyright|\d{4})|©|public domain|redistribution|permission|cc0", re.IGNORECASE
+)
 _C_TOKEN = re.compile(
     r"""(?P<raw>\bR"(?P<fence>[^()\\\s"]{0,16})\(.*?(?:\)(?P=fence)"|\Z))
     |(?P<string>"(?:[^"\\\n]|\\.)*+"?|'(?:\\.[^'\n]{0,8}|[^'\\\n])')
@@ -387,8 +389,8 @@ def _blocks(path: str, text: str) -> tuple[_Block, ...]:
     """The comments of a source, or the whole of another text."""
     language = languages.of_path(path)
     if language is None:
-        suffix = PurePath(path).suffix.lower()
-        if suffix not in ("", ".txt", ".md", ".rst"):
+        file = PurePath(path.lower())
+        if file.suffix not in ("", ".txt", ".md", ".rst") and not file.name.startswith(("licen", "copying", "notice")):
             return ()
         prose = tuple((number, 1, line[:_LONGEST_LINE]) for number, line in enumerate(text.split("\n"), 1))
         return (_Block(prose, prose=True),)
