@@ -24,8 +24,9 @@ _LONGEST_SNIPPET = 200
 _LONGEST_LINE = 10_000  # characters that are read of one
 
 # A file without any of these holds neither a licence nor a copyright.
-_HINTS = re.compile(
-    r"licen[cs]|copyright|spdx|\(c\)\s*(?:copyright|\d{4})|©|public domain|redistribution|permission|cc0", re.IGNORECASE
+_HINTS = (
+    *("licens", "licenc", "copyright", "spdx", "©", "public domain", "redistribution", "permission", "cc0"),
+    *("(c) 1", "(c) 2", "(c)1", "(c)2"),
 )
 _C_TOKEN = re.compile(
     r"""(?P<raw>\bR"(?P<fence>[^()\\\s"]{0,16})\(.*?(?:\)(?P=fence)"|\Z))
@@ -132,11 +133,11 @@ class _Block(NamedTuple):
 
 def findings(path: str, text: str) -> list[LicenceFinding]:
     """The licences and copyrights that a file states in its comments, or anywhere if it is no source, by line."""
-    if not _HINTS.search(text):
+    if not _hinted(text):
         return []
     found: list[LicenceFinding] = []
     for block in _blocks(path, text):
-        if any(_HINTS.search(line) for _, _, line in block.lines):
+        if any(_hinted(line) for _, _, line in block.lines):
             found += _stated(block)
     return sorted(found, key=lambda one: (one.line, one.end_line))
 
@@ -301,6 +302,12 @@ def _families(expression: str | None) -> frozenset[str]:
     tree = _tree(expression or "")
     keys = _licensing().license_keys(tree) if tree is not None else (expression or "",)
     return frozenset(re.sub(r"-(?:only|or-later)$", "", key) for key in keys)
+
+
+def _hinted(text: str) -> bool:
+    # Much faster than a pattern that ignores case.
+    lower = text.lower()
+    return any(hint in lower for hint in _HINTS)
 
 
 def _stated(block: _Block) -> Iterator[LicenceFinding]:
