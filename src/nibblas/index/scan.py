@@ -26,6 +26,7 @@ READERS = (
     "languages.py",
     "parse*.py",
     "techniques.py",
+    "compat.py",
     "licences.toml",
     "licence.py",
 )
@@ -63,13 +64,14 @@ def versions() -> str:
 
 def scan(path: str, raw: bytes) -> Scan:
     """Everything that the rules find in a file; its path's suffix tells the language."""
-    from nibblas.index import licence, techniques
+    from nibblas.index import compat, licence, techniques
 
     text = raw.decode(errors="replace")
     found: list[Found] = []
     problems = []
     readers: dict[Topic, Any] = {
         "technique": techniques.find,
+        "requirement": compat.required,
         "licence": licence.findings,
         "third party": licence.third_party,
     }
@@ -119,7 +121,7 @@ def scanner(expected: int) -> Iterator[Scanner]:
 def _pool() -> ProcessPoolExecutor:
     # Not forked: this process may have threads, of torch or of a progress bar.
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, "nibblas.index.techniques"])
+    context.set_forkserver_preload([__name__, "nibblas.index.compat", "nibblas.index.techniques"])
     return ProcessPoolExecutor(os.cpu_count(), context, initializer=_end_with_parent)
 
 

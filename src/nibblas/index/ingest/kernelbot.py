@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibblas.index.ingest.reading import Known, Options, Read, Skipped, described, interface_of, read_bytes
+from nibblas.index.licence import normalised
 from nibblas.index.model import (
     Claim,
     Environment,
@@ -436,14 +437,4 @@ def _card_terms(path: Path) -> str | None:
     except OSError:
         return None
     stated = dict(re.findall(r"^(license|license_name):\s*(\S.*?)\s*$", head[1], re.MULTILINE)) if head else {}
-    return _spdx(stated.get("license_name") or stated.get("license") or "")
-
-
-def _spdx(stated: str) -> str | None:
-    """A licence as SPDX writes it; None for what is no name of a licence."""
-    from license_expression import ExpressionError, get_spdx_licensing
-
-    try:
-        return str(get_spdx_licensing().parse(stated, validate=True)) or None
-    except ExpressionError:
-        return None
+    return normalised(stated.get("license_name") or stated.get("license"))
