@@ -6,6 +6,8 @@ from pathlib import Path
 
 from made_up import RUN, make_item
 
+from nibblas.index import scan as scan_module
+from nibblas.index.compat import Requirement
 from nibblas.index.model import Environment, Event, Figure, Item, Operation, Protocol, Run, Source
 from nibblas.index.scan import Found, Scan
 from nibblas.index.store import Store
@@ -82,12 +84,20 @@ def found(technique: str, kind: str, line: int) -> Found:
     return Found("technique", line, json.dumps(body))
 
 
+def needs(arch: str, line: int, certain: bool = True) -> Found:
+    """A requirement that the rules read from a source."""
+    need = Requirement("build-flag", 1, "build", line, 1, "-arch", f"built for {arch}", arch, certain=certain)
+    return scan_module._found("requirement", need)
+
+
 def fill(path: Path) -> Path:
     """Make the index."""
     with Store.open(path) as store:
         for number, (slug, item) in enumerate(items().items()):
             findings = [found("split-k", "use" if number % 2 else "comment", 1)]
             findings += [found("tma", "use", line) for line in range(1, number)]
+            if number == 8:
+                findings += [needs("sm_100a", 3), needs("gfx950", 4, certain=False)]
             scan = Scan("test", tuple(findings))
             store.add(item, {"submission.py": scan})
             if slug == "kernelbot-toy-gemv-2":

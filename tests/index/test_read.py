@@ -22,8 +22,9 @@ from nibblas.index.documents import (
 )
 from nibblas.index.evidence_levels import TIMING
 from nibblas.index.lines import RUNS
-from nibblas.index.model import Event
+from nibblas.index.model import Environment, Event
 from nibblas.index.read.runs import LATEST, run_conditions
+from nibblas.index.scan import Scan
 from nibblas.index.store import Store
 
 GEMV = "kernelbot-toy-gemv-{}".format
@@ -377,10 +378,66 @@ def test_techniques_count_uses_and_mentions(catalog):
 def test_devices(catalog):
     lines = {line.slug: line for line in read.hardware(catalog)}
     assert (lines["nvidia-b200"].runs, lines["nvidia-h200"].runs) == (9, 1)
+    assert (lines["nvidia-h200"].yes, lines["nvidia-h200"].no, lines["nvidia-h200"].unknown) == (1, 2, 8)
+    assert lines["amd-mi355x"].runs == 0
     page = read.device(catalog, "nvidia-b200")
     assert page.cohorts[0].size == 6
+    assert page.facts["architecture"]["name"] == "Blackwell"
+    assert read.device(catalog, "NVIDIA B200").line == page.line
     with pytest.raises(NotFoundError):
         read.device(catalog, "abacus")
+    with pytest.raises(QueryError, match="abacus"):
+        read.search(catalog, Query(hardware="abacus"))
+
+
+def test_answers_name_the_run_the_refusal_or_the_line(catalog):
+    def answer(number, device):
+        found = read.implementation(catalog, GEMV(number)).hardware
+        return next(one for one in found if one.hardware.slug == device)
+
+    ran = answer(3, "nvidia-h200")
+    assert (ran.answer, ran.reason) == ("yes", "It ran on NVIDIA H200.")
+    assert answer(7, "nvidia-h200").answer == "no"
+    forbidden = answer(9, "nvidia-h200")
+    assert (forbidden.answer, forbidden.path, forbidden.line) == ("no", "submission.py", 3)
+    assert "sm_100a" in forbidden.reason
+    assert answer(1, "nvidia-h200").answer == "unknown"
+
+
+def test_what_is_counted_for_all_is_what_one_is_answered(catalog):
+    for slug in shelf.items():
+        for one in read.implementation(catalog, slug).hardware:
+            for answer in ("yes", "no", "unknown"):
+                found = slugs(catalog, hardware=one.hardware.slug, answer=answer)
+                assert (slug in found) == (answer == one.answer), (slug, one)
+
+
+def test_the_five_facts_stay_apart(catalog):
+    facts = read.implementation(catalog, GEMV(7)).facts
+    assert [(fact.kind, fact.gpu, fact.claimed) for fact in facts] == [
+        ("declared", "NVIDIA B200", False),
+        ("measured", "NVIDIA B200", True),
+        ("refused", "NVIDIA H200", False),
+    ]
+    required = [fact for fact in read.implementation(catalog, GEMV(9)).facts if fact.kind == "required"]
+    assert [(fact.arch, fact.path, fact.line) for fact in required] == [
+        ("sm_100a", "submission.py", 3),
+        ("gfx950", "submission.py", 4),
+    ]
+
+
+def test_a_device_that_no_table_lists_is_known_by_its_name(tmp_path):
+    cpu = Environment("A CPU", "cpu", 2)
+    with Store.open(tmp_path / "index.sqlite") as store:
+        store.add(make_item(1, b"a = 1\n", (shelf.timed(1.0, environment=cpu),)))
+        scan = Scan("test", (shelf.needs("sm_100a", 1),))
+        store.add(make_item(2, b"b = 1\n", ()), {"submission.py": scan})
+        store.add(make_item(3, b"c = 1\n", ()))
+    with Catalog(tmp_path / "index.sqlite") as catalog:
+        found = {answer: slugs(catalog, hardware="a-cpu", answer=answer) for answer in ("yes", "no", "unknown")}
+        assert found == {"yes": [GEMV(1)], "no": [GEMV(2)], "unknown": [GEMV(3)]}
+        line = read.device(catalog, "A CPU").line
+        assert (line.vendor, line.arch, line.yes) == (None, "cpu", 1)
 
 
 def test_sources_and_coverage(catalog):
@@ -436,7 +493,8 @@ def test_an_empty_index_is_read(tmp_path):
         assert read.search(catalog, Query(text="x")).total == 0
         assert read.search(catalog, Query()).cards == ()
         assert read.coverage(catalog).implementations == 0
-        assert read.operations(catalog) == read.hardware(catalog) == ()
+        assert read.operations(catalog) == ()
+        assert not any(line.runs or line.yes or line.unknown for line in read.hardware(catalog))
         assert not any(line.uses or line.mentions for line in read.techniques(catalog))
         assert read.runs(catalog, RunFilter()).runs == ()
         assert list(jsonl.lines(catalog)) == []

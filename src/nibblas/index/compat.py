@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -125,6 +125,7 @@ def _data() -> dict:
     return tomllib.loads(DATA.read_text(encoding="utf-8"))
 
 
+@lru_cache(1024)
 def device(name: str) -> Hardware | None:
     """The known device that a product's name means: "NVIDIA H200", "h200", "AMD Instinct MI355X OAM"."""
     words = _words(name)
@@ -136,6 +137,7 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z]+\d\w*|\d+\w*|[a-z]+", name.lower()))
 
 
+@lru_cache(4096)
 def covers(arch: str, device_arch: str) -> bool:
     """Whether one of the alternatives of `arch` has a device of an architecture like "sm_90" or "gfx950" in it."""
     return any(_covers(one, device_arch) for one in arch.split())

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from nibblas.index.documents import Coverage, HardwareLine, OperationLine, SourceLine
 from nibblas.index.evidence_levels import NUMERICS, POLICY, TIMING
 from nibblas.index.model import Source, kebab
-from nibblas.index.names import device_slug
 from nibblas.index.store import made
 
 if TYPE_CHECKING:
@@ -118,31 +117,34 @@ def coverage(catalog: "Catalog") -> Coverage:
 
 def hardware_lines(catalog: "Catalog") -> dict[str, HardwareLine]:
     """Devices by slug, those with most runs that passed first."""
-    found: dict[str, HardwareLine] = {}
+    prepared = catalog.prepared
     rows = catalog.all(
         "SELECT r.device, count(*) AS runs, count(DISTINCT r.operation) AS operations,"
         " count(DISTINCT o.family) AS families, count(DISTINCT r.implementation) AS measured,"
-        " max(r.observed_at) AS observed_at, max(e.arch) AS arch"
-        " FROM run r JOIN operation o ON o.id = r.operation JOIN environment e ON e.id = r.environment"
-        " WHERE r.status = 'passed' AND r.device IS NOT NULL GROUP BY r.device ORDER BY runs DESC, r.device"
+        " max(r.observed_at) AS observed_at FROM run r JOIN operation o ON o.id = r.operation"
+        " WHERE r.status = 'passed' AND r.device IS NOT NULL GROUP BY r.device"
     )
-    for row in rows:
-        slug = device_slug(row["device"])
-        found.setdefault(
-            slug,
+    by_name = {row["device"]: row for row in rows}
+    found = []
+    for device in prepared.devices.values():
+        named = [by_name[name] for name in device.names if name in by_name]
+        sets = prepared.answers[device.slug]
+        found.append(
             HardwareLine(
-                slug,
-                row["device"],
-                None,
-                row["arch"],
-                row["runs"],
-                row["operations"],
-                row["families"],
-                row["measured"],
-                0,
-                0,
-                0,
-                row["observed_at"],
-            ),
+                device.slug,
+                device.name,
+                device.hardware.vendor or None,
+                device.hardware.arch or None,
+                sum(row["runs"] for row in named),
+                # A device that runs call by several names is rare: the largest is then the least that is true.
+                max((row["operations"] for row in named), default=0),
+                max((row["families"] for row in named), default=0),
+                max((row["measured"] for row in named), default=0),
+                sets.size("yes"),
+                sets.size("no"),
+                sets.size("unknown"),
+                max((row["observed_at"] or "" for row in named), default="") or None,
+            )
         )
-    return found
+    found.sort(key=lambda line: (-line.runs, -line.yes, line.name))
+    return {line.slug: line for line in found}

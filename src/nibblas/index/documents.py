@@ -208,7 +208,7 @@ class HardwareAnswer:
     """Whether it runs on one device, with the reason and, where one stands behind it, the line of source."""
 
     hardware: Ref
-    arch: str
+    arch: str | None
     answer: Answer
     reason: str
     path: str | None = None

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from nibblas.index import counts
+from nibblas.index import compatibility, counts
+from nibblas.index.compatibility import Device
 from nibblas.index.documents import Card, Coverage, HardwareLine, OperationLine, SourceLine
 from nibblas.index.evidence_levels import (
     Cohort,
@@ -30,8 +31,7 @@ from nibblas.index.evidence_levels import (
     voided,
 )
 from nibblas.index.model import Event
-from nibblas.index.names import device_slug
-from nibblas.index.selection import Selection
+from nibblas.index.selection import Selection, Sets
 
 if TYPE_CHECKING:
     from nibblas.index.catalog import Catalog
@@ -344,13 +344,17 @@ class Prepared:
             return counts.coverage(self._catalog)
 
     @cached_property
-    def devices(self) -> dict[str, list[str]]:
-        """Names of devices that runs give, by slug."""
-        found = defaultdict(list)
+    def devices(self) -> dict[str, Device]:
+        """Every device, by slug."""
         with self.making():
-            for (name,) in self._catalog.all("SELECT DISTINCT device FROM environment WHERE device IS NOT NULL"):
-                found[device_slug(name)].append(name)
-        return dict(found)
+            return compatibility.devices(self._catalog)
+
+    @cached_property
+    def answers(self) -> dict[str, Sets]:
+        """The implementations by each answer to "runs on it?", by the device's slug."""
+        with self.making():
+            found = compatibility.answers(self._catalog, self.devices.values())
+            return {slug: self.selection.sets(of) for slug, of in found.items()}
 
     @cached_property
     def hardware_lines(self) -> dict[str, HardwareLine]:

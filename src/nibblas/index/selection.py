@@ -102,16 +102,22 @@ class Selection:
         positions = self._position[found[found < len(self._position)]]
         return self._of(positions[positions >= 0])
 
+    def sets(self, ids: Mapping[str, Sequence[int]]) -> Sets:
+        """Sets of row ids by value, in the order of the values."""
+        return self._sets({value: self._set(",".join(map(str, of))) for value, of in ids.items()})
+
+    def _sets(self, found: Mapping[str, np.ndarray]) -> Sets:
+        words = np.array(list(found.values()), np.uint64).reshape(len(found), len(self.all))
+        return Sets({value: place for place, value in enumerate(found)}, size(words).tolist(), words)
+
     def facet(self, name: str) -> Sets:
         """The values of a facet. A level's set holds those of a higher level, a mention's those that use it."""
         if name not in self._facets:
             found = self._read(name)
-            sizes = {value: int(size(words)) for value, words in found.items()}
             if name not in LADDERS:
+                sizes = {value: int(size(words)) for value, words in found.items()}
                 found = dict(sorted(found.items(), key=lambda item: (-sizes[item[0]], item[0])))
-            words = np.array(list(found.values()), np.uint64).reshape(len(found), len(self.all))
-            places = {value: place for place, value in enumerate(found)}
-            self._facets[name] = Sets(places, [sizes[value] for value in found], words)
+            self._facets[name] = self._sets(found)
         return self._facets[name]
 
     def _read(self, name: str) -> dict[str, np.ndarray]:

@@ -2,14 +2,17 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from nibblas.index.catalog import Catalog
+from nibblas.index.compat import Requirement
+from nibblas.index.compatibility import fact_of_run
 from nibblas.index.documents import (
     Cell,
     Dossier,
     Finding,
+    HardwareAnswer,
     Include,
     Licence,
     NotFoundError,
@@ -23,12 +26,14 @@ from nibblas.index.documents import (
 )
 from nibblas.index.evidence_levels import TIMING, levels
 from nibblas.index.lines import RUNS, run_line
-from nibblas.index.model import Implementation
+from nibblas.index.model import CompatFact, Implementation
 from nibblas.index.names import technique_ref
 from nibblas.index.prepared import OBSERVED
 from nibblas.index.store import unpack
 
 MOST_RUNS = 100  # of a dossier
+# A finding leaves out what is empty.
+DEFAULTS = {"snippet": "", "reason": ""}
 SHOWN_FINDINGS = 3  # of a technique, unless all are asked for
 
 
@@ -41,6 +46,8 @@ def implementation(catalog: Catalog, name: str, include: Collection[Include] = (
     key, digest, what = find(catalog, name)
     findings = _findings(catalog, key)
     licence = licence_of(catalog, key, findings)
+    needs = [(finding.path, Requirement(**{**DEFAULTS, **finding.body})) for finding in findings["requirement"]]
+    facts = _facts(catalog, key, digest, needs)
     lines, more = _runs_of(catalog, key, "samples" in include)
     return Dossier(
         digest=digest,
@@ -53,8 +60,8 @@ def implementation(catalog: Catalog, name: str, include: Collection[Include] = (
         runs=lines,
         more_runs=more,
         ways=_ways(what, licence),
-        facts=catalog.store.facts(digest),
-        hardware=(),
+        facts=facts,
+        hardware=_hardware(catalog, needs, facts),
         techniques=_techniques_of(findings["technique"], "findings" in include),
         licence=licence,
         claims=catalog.store.claims(digest),
@@ -152,6 +159,29 @@ def _cells(catalog: Catalog, key: int, digest: str) -> tuple[Cell, ...]:
     ]
     cells.sort(key=lambda cell: (-TIMING.index(cell.levels.timing), cell.device or "", str(cell.workload)))
     return tuple(cells)
+
+
+def _facts(catalog: Catalog, key: int, digest: str, needs: Iterable[tuple[str, Requirement]]) -> tuple[CompatFact, ...]:
+    """All that is known of where it runs: as its source says, as its files require, and as its runs went."""
+    rows = catalog.all(
+        "SELECT DISTINCT r.status, r.device, e.arch, r.claimed FROM run r JOIN environment e ON e.id = r.environment"
+        " WHERE r.implementation = ?",
+        key,
+    )
+    ran = (fact_of_run(status, device, arch, bool(claimed)) for status, device, arch, claimed in rows)
+    required = (need.fact(path) for path, need in needs)
+    return tuple(dict.fromkeys([*catalog.store.facts(digest), *required, *(fact for fact in ran if fact)]))
+
+
+def _hardware(
+    catalog: Catalog, needs: Sequence[tuple[str, Requirement]], facts: Sequence[CompatFact]
+) -> tuple[HardwareAnswer, ...]:
+    """The answer for each device, those that it runs on first."""
+    found = []
+    for device in catalog.prepared.devices.values():
+        answer = device.answer(needs, facts)
+        found.append(HardwareAnswer(Ref(device.slug, device.name), device.hardware.arch or None, *answer))
+    return tuple(sorted(found, key=lambda one: ("yes", "unknown", "no").index(one.answer)))
 
 
 def _findings(catalog: Catalog, key: int) -> defaultdict[str, list[Finding]]:

@@ -7,11 +7,11 @@ from typing import get_args
 
 from nibblas.index import cursor
 from nibblas.index.catalog import Catalog
+from nibblas.index.compatibility import device_of
 from nibblas.index.documents import NotFoundError, QueryError, RunFilter, RunPage, RunsPage
 from nibblas.index.evidence_levels import Cohort
 from nibblas.index.lines import RUNS, run_line
 from nibblas.index.model import Run, RunStatus
-from nibblas.index.names import device_slug
 from nibblas.index.read.dossier import licence_of
 from nibblas.index.read.limits import check_limit
 
@@ -50,9 +50,10 @@ def run_conditions(catalog: Catalog, wanted: RunFilter) -> dict[str, tuple]:
         row = catalog.one("SELECT id FROM operation WHERE slug = ?1 OR digest = ?1", wanted.operation)
         found["r.operation = ?"] = (row["id"] if row else None,)
     if wanted.hardware is not None:
-        names = catalog.prepared.devices.get(device_slug(wanted.hardware), [""])
+        device = device_of(catalog.prepared.devices, wanted.hardware)
+        names = (device.names if device else ()) or ("",)
         # Of one name the index gives the runs in order.
-        found[f"r.device IN ({', '.join('?' * len(names))})" if names[1:] else "r.device = ?"] = tuple(names)
+        found[f"r.device IN ({', '.join('?' * len(names))})" if names[1:] else "r.device = ?"] = names
     if wanted.source is not None:
         found["s.kind = ?"] = (wanted.source,)
     if wanted.since is not None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nibblas.index.catalog import Catalog
+from nibblas.index.compatibility import Device, device_of
 from nibblas.index.documents import Facet, FacetValue, Query, QueryError, Results
 from nibblas.index.evidence_levels import NUMERICS, TIMING
 from nibblas.index.lines import cards
@@ -24,10 +25,20 @@ def search(catalog: Catalog, query: Query, facets: bool = True) -> Results:
     _check(query)
     prepared = catalog.prepared
     filters = prepared.selection.filters(query)
+    if query.hardware is not None:
+        filters["hardware"] = prepared.answers[known_device(prepared, query.hardware).slug][query.answer]
     found = prepared.selection.both(filters.values())
     ids, following = prepared.selection.page(found, query)
     counted = tuple(_facet(prepared, name, query, filters) for name in FACETS) if facets else ()
     return Results(query, int(size(found)), cards(catalog, ids), following, counted)
+
+
+def known_device(prepared: Prepared, name: str) -> Device:
+    """A device by its slug or a name; QueryError where it is neither in the hardware table nor in any run."""
+    found = device_of(prepared.devices, name)
+    if found is None:
+        raise QueryError(f"hardware: {name!r} is neither in the hardware table nor in any run")
+    return found
 
 
 def _check(query: Query) -> None:
