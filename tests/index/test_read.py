@@ -397,6 +397,8 @@ def test_answers_name_the_run_the_refusal_or_the_line(catalog):
 
     ran = answer(3, "nvidia-h200")
     assert (ran.answer, ran.reason) == ("yes", "It ran on NVIDIA H200.")
+    assert answer(3, "nvidia-b200").reason == "It ran on NVIDIA B200."
+    assert answer(8, "nvidia-b200").reason == "It ran on NVIDIA B200: its source says so."
     assert answer(7, "nvidia-h200").answer == "no"
     forbidden = answer(9, "nvidia-h200")
     assert (forbidden.answer, forbidden.path, forbidden.line) == ("no", "submission.py", 3)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # What a run says of the device that it took place on, by its status.
 RUN_FACTS: dict[str, FactKind] = {"passed": "measured", "compiled": "compiled", "incompatible": "refused"}
+CLAIMED = "its source says so"
 # All that decides on the answers, and the implementations that have it in common.
 ALIKE = """
 WITH needs AS MATERIALIZED (
@@ -60,14 +61,20 @@ class Device:
 
     def answer(self, needs: Iterable[tuple[str, Requirement]], facts: Sequence[CompatFact]) -> Answer:
         """Whether an implementation runs on it, from the requirements of its files and all other facts."""
+        # What was seen here goes before somebody's word.
+        facts = [replace(f, reason=f.reason or CLAIMED) if f.claimed else f for f in sorted(facts, key=_is_claimed)]
         if self.listed:
             return compat.runs_on(needs, facts, self.hardware, self.name)
         # The table doesn't know it, so that only the name tells where something ran.
         ran = next((fact for fact in facts if fact.kind == "measured" and fact.gpu in self.names), None)
         if ran:
-            return Answer("yes", f"It ran on {self.name}.", ran.path, ran.line)
+            return Answer("yes", f"It ran on {self.name}{f': {ran.reason}' if ran.reason else ''}.", ran.path, ran.line)
         elsewhere = [fact for fact in facts if fact.kind != "measured"]
         return compat.runs_on(needs, elsewhere, self.hardware, self.name)
+
+
+def _is_claimed(fact: CompatFact) -> bool:
+    return fact.claimed
 
 
 def devices(catalog: "Catalog") -> dict[str, Device]:
