@@ -50,7 +50,7 @@ _PTX = re.compile(
     rf"(?:(?:{_OPCODES})\.[\w.:]+(?:\s[^;]{{0,400}})?;|\.(?:reg|version|target)\s)"
 )
 _GCN = re.compile(
-    r"(?:^|[;\n])[ \t]*+(?:[vs]_[a-z]\w+|(?:ds|buffer|global|flat|scratch)_(?:load|store|read|write|atomic)\w*)\b"
+    r"(?:^|[;\n])[ \t]*+(?:[vs]_[a-z]\w+|ds_[a-z]\w+|(?:buffer|global|flat|scratch)_(?:load|store|atomic)\w*)\b"
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from nibblas.index import languages, parse_assembly
 from nibblas.index.items import Item, ItemKind, Language, Parsed
 from nibblas.index.positions import Mapped
+from nibblas.index.rule import last_part
 
 _LONGEST_VALUE = 2000
 _LONGEST_PIECE = 1_000_000  # characters that are parsed at once: where all is broken, more takes tree-sitter minutes
@@ -23,12 +24,12 @@ _ESCAPE = re.compile(
     r"|U(?P<U>[\da-fA-F]{8})|(?P<simple>[abfnrtv\\'\"?]))"
 )
 _SIMPLE = dict(zip("abfnrtv\\'\"?", "\a\b\f\n\r\t\v\\'\"?", strict=True))
-_QUALIFIERS = re.compile(r"(?:\w+::)+$")
 _ARGUMENTS = re.compile(r"<[^()]*>")
 _HIGHEST = 40  # nodes above a name that are looked at
 _NOT_BLANK = re.compile(r"[^\r\n]")
 _LONGEST_NAMES = 200  # of a string whose words may be names of functions
 _WORD = re.compile(r"[A-Za-z_]\w*")
+_QUALIFIED = re.compile(r"[A-Za-z_]\w*+(?:::[A-Za-z_]\w*+)*+")
 _TAKES_TURNS = re.compile(r"%|\^\s*1\b|&\s*1\b")
 # What in a declaration is worth a closer look: pointers, arrays, grids, tensors that stay, indices that take turns.
 _TELLING = re.compile(r"[*\[%^&]|\bdim3\b|Tensor\b|map\b|device_vector")
@@ -275,40 +276,37 @@ class _Reader:
         for start, end, function in zip(self.starts, [*self.starts[1:], len(code)], self.functions, strict=True):
             if function:
                 self.parsed.names[function].update(_WORD.findall(code, start, end))
-        words = set(_WORD.findall(code))
+        words = {part for word in set(_QUALIFIED.findall(code)) for part in _parts(word)}
         wanted = {word for word in words if self.wanted(self.aliases.get(word, word))}
         outside = (words & self.parsed.defined) if "" in self.functions else set()
         if not (wanted or outside):
             return
         path = _Path(tree)
-        for found in _WORD.finditer(code):
-            word, at = found[0], found.start()
-            if word in wanted:
-                role = self._word(path.to(at), word, at)
-            elif word in outside and not self._function_at(at):
-                role, _ = self._role(path.to(at))
-            else:
-                continue
-            if role not in ("binding", "definition") and not self._function_at(at):
-                self.parsed.names[""].add(word)
+        for found in _QUALIFIED.finditer(code):
+            for word in _parts(found[0]):
+                at = found.start() + len(word) - len(last_part(word))
+                if word in wanted:
+                    role = self._word(path.to(at), word, at)
+                elif word in outside and not self._function_at(at):
+                    role, _ = self._role(path.to(at))
+                else:
+                    continue
+                if role not in ("binding", "definition") and not self._function_at(at):
+                    self.parsed.names[""].add(last_part(word))
 
     def _word(self, path: Ancestry, word: str, start: int) -> ItemKind:
+        """Add the item of a name, whose last part is at start."""
         if _SPECIFIER.fullmatch(word):
             self._specifier(word, start)
             return "specifier"
         role, declaration = self._role(path)
-        resolved = self.aliases.get(word, word)
-        qualified = word
-        if self.text.startswith("::", start - 2):
-            before = _QUALIFIERS.search(self.text[max(start - 100, 0) : start])
-            qualified = (before[0] if before else "") + word
-        elif role in ("type", "pointer", "alias", "name"):
-            qualified = resolved
+        end = start + len(last_part(word))
+        resolved = self.aliases.get(word, word) if role in ("type", "pointer", "alias", "name") else word
         value = ""
         if role == "name":
             value = self.text[self.text.rfind("\n", 0, start) + 1 : start + _LONGEST_VALUE].partition("\n")[0].strip()
         elif declaration is not None and role == "call":
-            value = self.text[start + len(word) : declaration.end_byte][:_LONGEST_VALUE]
+            value = self.text[end : min(declaration.end_byte, end + _LONGEST_VALUE)]
         elif declaration is not None:
             begin = declaration.start_byte
             value = self.text[begin : begin + _LONGEST_VALUE].partition(";")[0]
@@ -316,7 +314,7 @@ class _Reader:
                 name, points, _ = self._declared(declarator)
                 if points:
                     self.pointers[name] = resolved
-        self._add(role, qualified, start, start + len(word), value)
+        self._add(role, resolved, start, end, value)
         return role
 
     def _role(self, path: Ancestry) -> tuple[ItemKind, Any]:
@@ -384,7 +382,8 @@ class _Reader:
                 self.arrays[function, name] = (declarator.start_byte, declarator.end_byte, size, shared)
             if target == "dim3":
                 self._add("grid", name, declarator.start_byte, declarator.end_byte, self._of(declarator))
-            if (not function or "static" in whole.split()[:2]) and _TENSOR.search(type_text):
+            stays = (not function or "static" in whole.split()[:2]) and declarator.type != "function_declarator"
+            if stays and _TENSOR.search(type_text):
                 self._add("kept", name, node.start_byte, node.end_byte, whole)
 
     def _alias(self, node) -> None:
@@ -531,6 +530,11 @@ class _Path:
                 self.done = False
             node = cursor.node
             path.append((node.type, cursor.field_name, node))
+
+
+def _parts(name: str) -> list[str]:
+    """a::b::c -> a, a::b, a::b::c."""
+    return [name[: mark.start()] for mark in re.finditer("::|$", name)] if "::" in name else [name]
 
 
 def _blanked(text: str, nodes: list) -> str:
