@@ -174,6 +174,26 @@ def test_a_folder(store, tmp_path):
     assert list(found.contents) == ["moe.cu"], "what lies above is not of the same repository"
 
 
+def test_the_licence_that_a_readme_states(store, tmp_path):
+    path = write(tmp_path / "kernels" / "a.py", PYTHON)
+    write(tmp_path / "kernels" / "README.md", "# Kernels\n\nThese are licensed under the MIT license.\n")
+    add(store, [path])
+    found = store.item("kernels-a")
+    assert found.implementation.licence == "MIT"
+    assert found.claims == (Claim("licence in README.md", "MIT", 3),)
+    assert list(found.contents) == ["a.py"]
+    add(store, [path], Options(licence="Apache-2.0"))
+    assert store.implementation("kernels-a").licence == "Apache-2.0"
+
+
+def test_one_file_of_several_stands_for_all(store, tmp_path):
+    write(tmp_path / "kernels" / "gemm.py", PYTHON)
+    device = write(tmp_path / "kernels" / "gemm.cu", "__global__ void f() {}\n")
+    assert numbers(add(store, [device])) == (1, 0, 0, 0, 0)
+    assert sorted(store.item("kernels-gemm").contents) == ["gemm.cu", "gemm.py"]
+    assert numbers(add(store, [tmp_path / "kernels"])) == (0, 0, 0, 1, 0)
+
+
 def test_the_licence_of_a_repository(store, tmp_path):
     write(tmp_path / "LICENSE", "of something else")
     write(tmp_path / "repository" / ".git" / "HEAD", "ref")

@@ -195,8 +195,10 @@ def _entries(paths: Iterable[str | Path]) -> Iterator[Entry]:
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such file or folder")
         found |= dict.fromkeys(_inside(path) if path.is_dir() else [path])
-    for path in found:
-        yield Entry(next((importer for importer in IMPORTERS if importer.takes(path)), None), path)
+    given = {path: next((importer for importer in IMPORTERS if importer.takes(path)), None) for path in found}
+    yield from dict.fromkeys(
+        Entry(importer, files.main(path) if importer is files else path) for path, importer in given.items()
+    )
 
 
 def _inside(folder: Path) -> Iterator[Path]:

@@ -3,23 +3,20 @@
 A local file is known by its folder and name, not by its content: changed and added again it is a new revision. Its slug
 is made of the folder's name and its own; where that belongs to a file elsewhere, the import refuses it, and `--slug`
 gives another. The licence text that lies beside it, or above it in the same repository, is one of its files, so that
-what is concluded from it can be cited.
+what is concluded from it can be cited; where there is none, what a README beside it states is what is declared.
 
 With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that KernelBot's
 number gives.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from nibblas.index import licence
 from nibblas.index.ingest import kernelbot
-from nibblas.index.ingest.reading import Options, Read, at_home, described, interface_of, read_bytes
-from nibblas.index.model import CompatFact, Implementation, Item, Source, kebab, language_of
+from nibblas.index.ingest.reading import MAX_BYTES, Options, Read, at_home, described, interface_of, read_bytes
+from nibblas.index.model import Claim, Implementation, Item, Source, kebab, language_of
 from nibblas.index.store import Store
-
-HEADER = re.compile(r"^(?:#|//)!POPCORN\s+(leaderboard|gpus?)\s+(.+?)\s*$", re.MULTILINE)
-
 
 LICENCES = ("license", "licence", "copying")
 
@@ -33,23 +30,24 @@ def count(path: Path) -> int:
     return 1
 
 
+def main(path: Path) -> Path:
+    """The file that stands for all of its folder with its stem: a .py before the .c, .cu or .h that it loads."""
+    together = _together(path)
+    return next((other for other in together if other.suffix == ".py"), together[0])
+
+
 def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
-    together = sorted(other for other in path.parent.iterdir() if other.stem == path.stem and takes(other))
-    # The first of those with one stem stands for all: a .py before the .c, .cu or .h that it loads.
-    main = next((other for other in together if other.suffix == ".py"), together[0])
-    if path != main:
-        return
-    contents = {other.name: read_bytes(other) for other in (*together, *_licences(path.resolve().parent))}
-    header = dict(HEADER.findall(contents[main.name].decode(errors="replace")))
-    board = options.board or header.get("leaderboard")
+    contents = {other.name: read_bytes(other) for other in (*_together(path), *_licences(path.resolve().parent))}
+    board = options.board or kernelbot.leaderboard(contents[path.name].decode(errors="replace"))
     problem = kernelbot.read_problem(options.problem) if options.problem else None
     if problem is None and board:
         problem = kernelbot.Problem(kernelbot.operation(board))
-    interface = interface_of(main.name, contents[main.name])
-    folder = at_home(main.parent)
+    claims = () if options.licence or len(contents) > len(_together(path)) else tuple(_said(path.resolve().parent))
+    interface = interface_of(path.name, contents[path.name])
+    folder = at_home(path.parent)
     source = Source("file", folder, options.revision, options.terms, options.attribution)
-    slug = options.slug or kebab(main.resolve().parent.name, main.stem)
-    name = main.name
+    slug = options.slug or kebab(path.resolve().parent.name, path.stem)
+    name = path.name
     if options.submission and problem:
         source = Source("kernelbot-submission", folder, options.revision, options.terms, options.attribution)
         slug = options.slug or kernelbot.slug(problem.operation, options.submission)
@@ -65,16 +63,17 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
         framework=interface.framework,
         entry_point=interface.entry_point,
         signature=interface.signature,
-        licence=options.licence,
-        record=main.name,
+        licence=options.licence or (claims[0].value if claims else None),
+        record=path.name,
     )
-    gpus = re.split(r"[\s,]+", header.get("gpus") or header.get("gpu") or "")
-    facts = tuple(
-        CompatFact("declared", gpu=kernelbot.device(gpu)[0], reason=f"asks for the runner {gpu}", path=main.name)
-        for gpu in gpus
-        if gpu
+    facts = kernelbot.declared(path.name, contents[path.name])
+    yield Item(implementation, contents, facts=facts, claims=claims, workloads=problem.workloads if problem else ())
+
+
+def _together(path: Path) -> list[Path]:
+    return sorted(
+        other for other in path.parent.iterdir() if other.stem == path.stem and takes(other) and other.is_file()
     )
-    yield Item(implementation, contents, facts=facts, workloads=problem.workloads if problem else ())
 
 
 def _licences(folder: Path) -> list[Path]:
@@ -86,6 +85,15 @@ def _licences(folder: Path) -> list[Path]:
         if texts:
             return sorted(texts)
     return []
+
+
+def _said(folder: Path) -> Iterator[Claim]:
+    """The licences that a README states for what lies beside it."""
+    for path in sorted(folder.iterdir()):
+        if path.name.lower().startswith("readme") and _is_text(path) and path.stat().st_size <= MAX_BYTES:
+            for finding in licence.findings(path.name, path.read_text(errors="replace")):
+                if finding.expression:
+                    yield Claim(f"licence in {path.name}", finding.expression, finding.line)
 
 
 def _is_text(path: Path) -> bool:

@@ -16,16 +16,18 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nibblas.index import compat
 from nibblas.index.ingest.reading import Known, Options, Read, Skipped, described, interface_of, read_bytes
 from nibblas.index.licence import normalised
 from nibblas.index.model import (
     Claim,
+    CompatFact,
     Environment,
     Figure,
     Implementation,
@@ -89,6 +91,18 @@ def slug(of: Operation, submission: str) -> str:
 def device(runner: str | None) -> tuple[str | None, str | None]:
     """Product and arch of a runner; a name that is not known stands for itself, its arch is unknown."""
     return RUNNERS.get(runner, (runner, None)) if runner else (None, None)
+
+
+def leaderboard(text: str) -> str | None:
+    """The board that a submission names in its own directives."""
+    found = re.search(r"^(?:#|//)!POPCORN\s+leaderboard\s+(\S+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def declared(path: str, raw: bytes) -> tuple[CompatFact, ...]:
+    """The devices that a submission names in its own directives."""
+    facts = compat.declared(path, raw.decode(errors="replace"))
+    return tuple(replace(fact, gpu=device(fact.gpu)[0]) for fact in facts)
 
 
 def read_problem(folder: Path) -> Problem:
@@ -159,8 +173,7 @@ def _read_text(path: Path, options: Options) -> Item:
     assert found, "takes() saw it"
     number, code = found[1], text[found.end() :]
     raw = code.encode()
-    header = re.search(r"^(?:#|//)!POPCORN\s+leaderboard\s+(\S+)", code, re.MULTILINE)
-    board = options.board or (header[1] if header else None)
+    board = options.board or leaderboard(code)
     problem = read_problem(options.problem) if options.problem else Problem(operation(board)) if board else None
     name = _file_name(code)
     interface = interface_of(name, raw)
@@ -179,7 +192,8 @@ def _read_text(path: Path, options: Options) -> Item:
         limitations=(f"Its source names no file; {name} is what KernelBot calls such a file.",),
         record=f"submission {number}",
     )
-    return Item(implementation, {name: raw}, workloads=problem.workloads if problem else ())
+    workloads = problem.workloads if problem else ()
+    return Item(implementation, {name: raw}, facts=declared(name, raw), workloads=workloads)
 
 
 def _file_name(code: str) -> str:
@@ -307,6 +321,7 @@ class _Rows:
             implementation,
             {path: raw},
             runs=tuple(_runs(row, of)),
+            facts=declared(path, raw),
             claims=tuple(Claim(subject, str(value)) for subject, value in claims.items() if value is not None),
         )
 
