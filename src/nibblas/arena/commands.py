@@ -81,8 +81,10 @@ def _run(
     """Run a submission on a problem and keep a record. Exits with 0 where it is correct here, else with 1."""
     import torch
 
+    from nibblas import evidence
     from nibblas.arena import popcorn as popcorn_log
     from nibblas.arena import record as records
+    from nibblas.arena.measurements import measurements
     from nibblas.arena.problem import ArenaError, read_task
     from nibblas.arena.run import Options, run
     from nibblas.arena.submission import read_submission
@@ -132,6 +134,8 @@ def _run(
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
+    if rows := measurements(found):
+        evidence.store().add(rows)
     if as_json:
         print(found.to_json(), end="")
     elif popcorn:
