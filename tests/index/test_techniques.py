@@ -134,7 +134,10 @@ def test_a_statement_of_assembler_is_one_finding():
 
 
 def test_an_opcode_that_goes_over_literals_is_one_instruction():
-    text = 'void f() {\n  asm("cp.async.bulk.tensor.2d.shared::cluster.global"\n      ".L2::cache_hint [%0], [%1, {%2}], %3;");\n}\n'
+    text = (
+        'void f() {\n  asm("cp.async.bulk.tensor.2d.shared::cluster.global"\n'
+        '      ".L2::cache_hint [%0], [%1, {%2}], %3;");\n}\n'
+    )
     found = {(one.technique, one.line, one.column) for one in find("x.cu", text) if one.kind == "use"}
     assert ("tma", 2, 8) in found
     assert ("cache-hint", 3, 8) in found
@@ -146,7 +149,10 @@ def test_the_strongest_kind_stands_for_its_line():
 
 
 def test_a_page_that_lost_its_indentation_is_read():
-    text = 'import torch\ndef gemv(a):\nif a.size(1) == 128:\nreturn m.f(a)\nsrc = """\n__global__ void k() {\n__shared__ int s[4];\n}\n"""\n'
+    text = (
+        "import torch\ndef gemv(a):\nif a.size(1) == 128:\nreturn m.f(a)\n"
+        'src = """\n__global__ void k() {\n__shared__ int s[4];\n}\n"""\n'
+    )
     assert {("hard-coded-shapes", 3), ("shared-memory", 7)} <= set(places(find("x.py", text), "use"))
 
 
