@@ -511,9 +511,12 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", guard)
-    with operators._on(torch.device("cuda", 1)):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with operators.on_device(torch.device("cuda", 1)):
         assert current == [torch.device("cuda", 1)]
-    with operators._on(torch.device("cpu")):
+    with operators.on_device(torch.device("cuda", 0)):
+        assert not current  # it is the current one
+    with operators.on_device(torch.device("cpu")):
         assert not current
 
     launched, choose = [], operators.choose
@@ -528,7 +531,7 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
         return replace(kernel, launch=launch)
 
     monkeypatch.setattr(operators, "choose", watched)
-    monkeypatch.setattr(operators, "_on", guard)
+    monkeypatch.setattr(operators, "on_device", guard)
     x, w = torch.ones(4, 64), fp4(torch.ones(2, 24, 64), NVFP4)
     nb.linear(x, w[0], kernel="torch_linear")
     nb.bmm(torch.ones(2, 4, 64), w)
