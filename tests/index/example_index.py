@@ -38,6 +38,15 @@ def custom_kernel(data):
     kernel[(1,)](data[0], data[1], 128)
     return data[1]
 """
+BUILT_FOR_B200 = """import torch
+from torch.utils.cpp_extension import load_inline
+
+module = load_inline("gemv", cpp_sources="", cuda_sources="", extra_cuda_cflags=["-arch=sm_100a"])
+
+
+def custom_kernel(data):
+    return module.gemv(*data)
+"""
 LINEAR = Operation("linear", "linear", "gemm", ("L", "M", "N", "K"), semantics="c = a @ b.T")
 HOSTILE = '<script>alert("x")</script>'
 
@@ -78,6 +87,7 @@ def fill(store: Store) -> None:
             "hostile", HOSTILE, "a 'b' <c>.py", f'"""{HOSTILE}</code></pre>{HOSTILE}"""\n', authors=('" onload="x',)
         )
     )
+    store.add(one_file("gemv-b200", "gemv_b200", "b200.py", BUILT_FOR_B200))
     device = Environment("Intel(R) Xeon(R) Processor (6/207)", "cpu", 2, facts={"host": "x"})
     runs = tuple(
         timed(

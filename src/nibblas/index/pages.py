@@ -16,6 +16,7 @@ from nibblas.index.catalog import Catalog
 from nibblas.index.documents import (
     Dossier,
     Finding,
+    HardwareAnswer,
     Include,
     NotFoundError,
     OperationPage,
@@ -85,7 +86,10 @@ def search(catalog: Catalog, given: Params) -> Page:
         "hardware": read.hardware(catalog),
         "kept": [(name, value) for name, value in pairs if name not in ("q", "hardware", "answer", "sort", "cursor")],
         "active": [
-            (f"{FACETS.get(name, name.capitalize())}: {value}", [pair for pair in pairs if pair != (name, value)])
+            (
+                f"{FACETS.get(name, name.capitalize())}: {value}" + (f", {query.answer}" if name == "hardware" else ""),
+                [pair for pair in pairs if pair != (name, value)],
+            )
             for name, value in pairs
             if name not in ("q", "sort", "answer", "cursor", "limit")
         ],
@@ -113,6 +117,7 @@ def implementation(catalog: Catalog, name: str) -> Page:
         "name": name,
         "current": dossier.digest if name == it.slug else read.implementation(catalog, it.slug).digest,
         "sections": SECTIONS,
+        "answers": answers(dossier),
         "matrix": matrix(dossier.facts),
         "kinds": KINDS,
         "axes": [
@@ -393,6 +398,19 @@ def policy_examples() -> list[tuple[str, policy.Levels]]:
         ("A second machine with the same device takes 1.50 ms", policy.levels([hardened, slower])),
         ("Its source says that it passed; a run here is wrong", policy.levels([word, wrong])),
         ("A run here, which was retracted later", policy.levels([hardened], [Event("retract", "2")])),
+    ]
+
+
+def answers(dossier: Dossier) -> list[tuple[str, HardwareAnswer, list[HardwareAnswer]]]:
+    """Devices with the same answer for the same reason: the reason, the first of them, all of them."""
+    facts = {(fact.path, fact.line): fact.reason for fact in reversed(dossier.facts) if fact.line and fact.reason}
+    found: dict[tuple[str, str, str | None, int | None], list[HardwareAnswer]] = {}
+    for row in dossier.hardware:
+        why = facts.get((row.path, row.line or 0)) or row.reason.replace(row.hardware.name, "it")
+        found.setdefault((row.answer, why, row.path, row.line), []).append(row)
+    return [
+        (why if rows[1:] else rows[0].reason.removeprefix(f"Line {line}: "), rows[0], rows)
+        for (_, why, _, line), rows in found.items()
     ]
 
 
