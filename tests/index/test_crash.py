@@ -114,8 +114,8 @@ def test_helpers_end_with_a_killed_import(sources, tmp_path):
         "scan.WORTH_A_PROCESS = 1\n"
         "if __name__ == '__main__':\n"
         "    scanner = scan.Scanner(1)\n"
-        "    futures = [scanner.submit('a.py', b'x = 1') for _ in range(20)]\n"
-        "    print(futures[-1].result().problem, *scanner._pool._processes, flush=True)\n"
+        "    waiting = scanner.start({n: ('a.py', b'x = 1') for n in range(100)})\n"
+        "    print(waiting[99]().problem, *scanner._pool._processes, flush=True)\n"
         "    sys.stdin.read()\n"
     )
     script = write(tmp_path / "script.py", code)

@@ -8,13 +8,13 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 PACKAGE = Path(__file__).parent
 # Whose text decides on what is found.
@@ -32,7 +32,10 @@ READERS = (
 )
 # Starting another process costs more than reading so many files.
 WORTH_A_PROCESS = 400
+# Files that another process gets at a time: handing them over costs as much as reading a small one.
+TOGETHER = 20
 
+Key = TypeVar("Key")
 Topic = Literal["technique", "requirement", "licence", "third party"]
 
 
@@ -95,13 +98,17 @@ class Scanner:
     def __init__(self, expected: int):
         self._pool = _pool() if expected >= WORTH_A_PROCESS and (os.cpu_count() or 1) > 1 else None
 
-    def submit(self, path: str, raw: bytes) -> "Future[Scan]":
-        """The scan of a file, now or later."""
-        if self._pool:
-            return self._pool.submit(scan, path, raw)
-        done: Future[Scan] = Future()
-        done.set_result(scan(path, raw))
-        return done
+    def start(self, files: Mapping[Key, tuple[str, bytes]]) -> dict[Key, Callable[[], Scan]]:
+        """Begin to scan files, given as path and content; each key's function waits for its scan."""
+        if not self._pool:
+            scans = dict(zip(files, _scan_all(list(files.values())), strict=True))
+            return {key: partial(scans.__getitem__, key) for key in files}
+        waiting: dict[Key, Callable[[], Scan]] = {}
+        for start in range(0, len(files), TOGETHER):
+            keys = list(files)[start : start + TOGETHER]
+            future = self._pool.submit(_scan_all, [files[key] for key in keys])
+            waiting |= {key: partial(_one_of, future, place) for place, key in enumerate(keys)}
+        return waiting
 
     def close(self) -> None:
         if self._pool:
@@ -116,6 +123,14 @@ def scanner(expected: int) -> Iterator[Scanner]:
         yield opened
     finally:
         opened.close()
+
+
+def _scan_all(files: Sequence[tuple[str, bytes]]) -> list[Scan]:
+    return [scan(path, raw) for path, raw in files]
+
+
+def _one_of(future: "Future[list[Scan]]", place: int) -> Scan:
+    return future.result()[place]
 
 
 def _pool() -> ProcessPoolExecutor:

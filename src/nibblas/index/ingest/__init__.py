@@ -7,7 +7,6 @@ known by its content.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby, islice
 from pathlib import Path
@@ -28,6 +27,7 @@ BESIDE = ("readme", "license", "licence", "copying", "notice", "task.yml", "lead
 BATCH = 200
 
 Progress = Callable[[int, int, str], None]
+Waiting = Callable[[], Scan]  # gives it when it is there
 T = TypeVar("T")
 
 
@@ -97,7 +97,7 @@ def add(
             things = _read(importer, [entry.path for entry in group], options, store)
             for batch in _ahead(_batches(things, scans, store)):
                 _keep(store, batch, report)
-                progress(report.total, max(total, report.total), batch[-1].path.name)
+                progress(report.total, max(total, report.total), batch.things[-1][0].name)
     return report
 
 
@@ -115,38 +115,36 @@ def scan(store: Store, progress: Progress = lambda done, total, text: None) -> i
     left = store.unscanned(versions())
     with scanner(len(left)) as scans:
 
-        def submitted() -> Iterator[list[tuple[int, Future[Scan]]]]:
+        def started() -> Iterator[dict[int, Waiting]]:
             for start in range(0, len(left), BATCH):
                 some = left[start : start + BATCH]
-                yield [(key, scans.submit(path, store.content(sha256))) for key, path, sha256 in some]
+                yield scans.start({key: (path, store.content(sha256)) for key, path, sha256 in some})
 
         done = 0
-        for batch in _ahead(submitted()):
-            store.keep_scans({key: future.result() for key, future in batch})
+        for batch in _ahead(started()):
+            store.keep_scans({key: found() for key, found in batch.items()})
             done += len(batch)
             progress(done, len(left), "files")
     return len(left)
 
 
-class Entered(NamedTuple):
-    """A thing that was read, its file, and the scans of its files, which may still be under way."""
+class Batch(NamedTuple):
+    """Things that were read, each with its file, and the scans of new sources by digest and type of the source."""
 
-    path: Path
-    thing: Read
-    scans: dict[str, "Future[Scan]"]
+    things: list[tuple[Path, Read]]
+    scans: dict[tuple[str, str], Waiting]
 
 
-def _batches(things: Iterator[tuple[Path, Read]], scans: Scanner, store: Store) -> Iterator[list[Entered]]:
+def _batches(things: Iterator[tuple[Path, Read]], scans: Scanner, store: Store) -> Iterator[Batch]:
     while some := list(islice(things, BATCH)):
-        yield [Entered(path, thing, _submitted(thing, scans, store)) for path, thing in some]
-
-
-def _submitted(thing: Read, scans: Scanner, store: Store) -> dict[str, "Future[Scan]"]:
-    """The scans of those files of a thing that need one."""
-    if not isinstance(thing, Item):
-        return {}
-    new = [file for file in thing.implementation.files if not store.is_scanned(file, versions())]
-    return {file.path: scans.submit(file.path, thing.contents[file.path]) for file in new}
+        items = [thing for _, thing in some if isinstance(thing, Item)]
+        new = {
+            (file.sha256, file.media_type): (file.path, item.contents[file.path])
+            for item in items
+            for file in item.implementation.files
+            if not store.is_scanned(file, versions())
+        }
+        yield Batch(some, scans.start(new))
 
 
 def _ahead(batches: Iterator[T]) -> Iterator[T]:
@@ -158,10 +156,10 @@ def _ahead(batches: Iterator[T]) -> Iterator[T]:
     yield from waiting
 
 
-def _keep(store: Store, batch: list[Entered], report: Report) -> None:
+def _keep(store: Store, batch: Batch, report: Report) -> None:
     """Store a batch in one transaction; what can't be stored is undone alone, and told."""
     with store.transaction():
-        for path, thing, scans in batch:
+        for path, thing in batch.things:
             if isinstance(thing, Skipped):
                 report.skipped.append(thing)
             elif isinstance(thing, Known):
@@ -170,9 +168,14 @@ def _keep(store: Store, batch: list[Entered], report: Report) -> None:
                 report.count(store.attach(thing.digest, thing.runs, thing.facts))
             else:
                 try:
-                    report.count(store.add(thing, {path: future.result() for path, future in scans.items()}))
+                    report.count(store.add(thing, _scans_of(thing, batch)))
                 except (ValueError, StoreError) as error:
                     report.skipped.append(Skipped(f"{path}: {thing.implementation.slug}", str(error)))
+
+
+def _scans_of(item: Item, batch: Batch) -> dict[str, Scan]:
+    waiting = {file.path: batch.scans.get((file.sha256, file.media_type)) for file in item.implementation.files}
+    return {path: found() for path, found in waiting.items() if found}
 
 
 def _read(
