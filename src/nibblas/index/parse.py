@@ -76,7 +76,7 @@ def _dead(parts: list[Parsed], language: Language) -> set[str]:
     """Functions that can't be reached from an entry point or from the top level, by name.
 
     Where the file defines ENTRY, that is the only entry point. Other files may be called by others: in Python every
-    function whose name isn't private, in C++ every kernel and every function of the host.
+    function that is decorated or whose name isn't private, in C++ every kernel and every function of the host.
     """
     defined = set().union(*(parsed.defined for parsed in parts))
     names: dict[str, set[str]] = {}

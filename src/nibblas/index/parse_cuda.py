@@ -63,21 +63,21 @@ _DECLARES = _DEFINES | {
     "enum_specifier",
     "union_specifier",
     "preproc_def",
-    "type_parameter_declaration",
-    "optional_type_parameter_declaration",
     "for_range_loop",
     "friend_declaration",
 }
+_TYPE_PARAMETERS = ("type_parameter_declaration", "optional_type_parameter_declaration")
 _ALIASES = ("alias_declaration", "type_definition")
 _MACROS = ("preproc_def", "preproc_function_def")
 
+Aliases = dict[str, tuple[str, int]]  # name of a type -> the type that it stands for, and from which offset on
 Ancestry = list[tuple[str, str | None, Any]]  # kind, field and node, from the root
 
 
 def parse(source: Mapped, language: Language, wanted: Callable[[str], bool] = lambda name: True) -> Parsed:
     """The items of C++ source in any of its dialects. Of names only those that are wanted become items."""
     parsed = Parsed()
-    aliases: dict[str, str] = {}
+    aliases: Aliases = {}
     for start, end in _pieces(source.text):
         piece = source if end - start == len(source.text) else source.cut(start, end)
         _Reader(piece, language, wanted, parsed, aliases).read()
@@ -129,13 +129,13 @@ def _language():
 
 class _Reader:
     def __init__(
-        self, source: Mapped, language: Language, wanted: Callable[[str], bool], parsed: Parsed, aliases: dict[str, str]
+        self, source: Mapped, language: Language, wanted: Callable[[str], bool], parsed: Parsed, aliases: Aliases
     ):
         self.source = source
         self.language = language
         self.wanted = wanted
         self.parsed = parsed
-        self.aliases = aliases  # type -> the type it is another name of
+        self.aliases = aliases
         self.text = source.text
         self.starts: list[int] = [0]  # where the function changes
         self.functions: list[str] = [""]  # what it is from there on
@@ -184,6 +184,11 @@ class _Reader:
                 open_until.append((node.end_byte, name))
         close(len(self.text))
         self.starts, self.functions = starts, names
+
+    def _meant(self, name: str, at: int | None = None) -> str:
+        """The type that a name stands for at a place, or anywhere."""
+        target, since = self.aliases.get(name, (name, 0))
+        return target if at is None or since <= self.source.offset(at) else name
 
     def _function_at(self, offset: int) -> str:
         return self.functions[bisect_right(self.starts, offset) - 1]
@@ -245,10 +250,10 @@ class _Reader:
         words = set(_WORD.findall(body))
         self.parsed.names[text] |= words
         kind: ItemKind = "definition" if node.type == "preproc_function_def" else "binding"
-        if self.wanted(text) or self.wanted(self.aliases.get(body, body)):
+        if self.wanted(text) or self.wanted(self._meant(body)):
             self._add(kind, text, name.start_byte, name.end_byte, body)
         if _WORD.fullmatch(body):
-            self.aliases[text] = self.aliases.get(body, body)
+            self.aliases[text] = self._meant(body), self.source.offset(name.start_byte)
         elif value is not None and ('"' in body or any(map(self.wanted, words))):
             inner = self.source.cut(value.start_byte, value.end_byte)
             _Reader(inner, self.language, self.wanted, self.parsed, self.aliases).read(text)
@@ -277,7 +282,7 @@ class _Reader:
             if function:
                 self.parsed.names[function].update(_WORD.findall(code, start, end))
         words = {part for word in set(_QUALIFIED.findall(code)) for part in _parts(word)}
-        wanted = {word for word in words if self.wanted(self.aliases.get(word, word))}
+        wanted = {word for word in words if self.wanted(self._meant(word))}
         outside = (words & self.parsed.defined) if "" in self.functions else set()
         if not (wanted or outside):
             return
@@ -301,7 +306,7 @@ class _Reader:
             return "specifier"
         role, declaration = self._role(path)
         end = start + len(last_part(word))
-        resolved = self.aliases.get(word, word) if role in ("type", "pointer", "alias", "name") else word
+        resolved = self._meant(word, start) if role in ("type", "pointer", "alias", "name") else word
         value = ""
         if role == "name":
             value = self.text[self.text.rfind("\n", 0, start) + 1 : start + _LONGEST_VALUE].partition("\n")[0].strip()
@@ -340,6 +345,8 @@ class _Reader:
             elif kind == "template_argument_list":
                 around = self.text[max(node.start_byte - 20, 0) : node.start_byte]
                 return ("pointer" if points and around.endswith("_cast") else "name"), None
+            elif kind in _TYPE_PARAMETERS:
+                return "binding", node
             elif kind in _ALIASES:
                 return ("alias" if field == "type" else "binding"), node
             elif kind == "using_declaration":
@@ -368,7 +375,7 @@ class _Reader:
             return
         kind = node.child_by_field_name("type")
         type_text = self._of(kind) if kind is not None else ""
-        target = self.aliases.get(type_text, type_text)
+        target = self._meant(type_text, node.start_byte)
         function = self._function_at(node.start_byte)
         for declarator in node.children_by_field_name("declarator"):
             value = declarator.child_by_field_name("value") if declarator.type == "init_declarator" else None
@@ -391,7 +398,7 @@ class _Reader:
         name = node.child_by_field_name("name") or node.child_by_field_name("declarator")
         if kind is not None and name is not None:
             target = self._of(kind).strip()
-            self.aliases[self._of(name)] = self.aliases.get(target, target)
+            self.aliases[self._of(name)] = self._meant(target), self.source.offset(name.start_byte)
 
     def _declared(self, declarator) -> tuple[str, bool, str]:
         """The name that a declarator declares, whether as a pointer, and its array's first dimension."""

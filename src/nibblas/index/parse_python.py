@@ -178,7 +178,7 @@ class _Reader:
         self._tokenize()
         texts = self.texts
         scopes: list[_Scope] = []
-        keeps = False
+        decorated = keeps = False
         for statement in self._statements():
             self.statement = statement
             first, last, *_, indent = statement
@@ -189,6 +189,7 @@ class _Reader:
             word = texts[first]
             self._read_statement(statement, word)
             if word == "@":
+                decorated = True
                 keeps = keeps or bool(_KEEPING.match(texts[first + 1]))
             elif word in ("def", "async", "class"):
                 name = first + 2 if word == "async" else first + 1
@@ -196,7 +197,9 @@ class _Reader:
                     at = scopes[-1].indent + 1 if indent is None and scopes else indent or 0
                     scopes.append(_Scope(at, texts[name], self.starts[name], keeps))
                     self.function = texts[name]
-                keeps = False
+                    if decorated:
+                        self.parsed.entries.add(texts[name])
+                decorated = keeps = False
         while scopes:
             self._leave(scopes.pop(), len(texts))
         self._find_kept()

@@ -114,8 +114,7 @@ class Rule:
 
 def last_part(name: str) -> str:
     """What follows the last dot or `::` of a name."""
-    after = max(name.rfind("."), name.rfind("::") + 1) + 1
-    return name[after:] if after else name
+    return name.rpartition("::")[2].rpartition(".")[2] or name
 
 
 @cache
