@@ -523,20 +523,24 @@ def to_json(value: Any) -> str:
 
 def _encoded(value: Any) -> str:
     try:
-        return json.dumps(value, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(value)
     except ValueError:
-        return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _ENCODER.encode(plain(value))
 
 
 def _fields(value: Any) -> Any:
     """A dataclass or a mapping of another type as json takes it; TypeError for anything else."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names, held = _names(type(value)), vars(value)
+    kind: Any = type(value)
+    if hasattr(kind, "__dataclass_fields__"):
+        names, held = _names(kind), vars(value)
         # What is computed once and kept, such as a digest, is no field.
         return held if len(held) == len(names) else {name: held[name] for name in names}
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no part of a document")
+    raise TypeError(f"{kind.__name__} is no part of a document")
+
+
+_ENCODER = json.JSONEncoder(default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @cache

@@ -29,7 +29,7 @@ def search(catalog: Catalog, query: Query, facets: bool = True) -> Results:
         filters["hardware"] = prepared.answers[known_device(prepared, query.hardware).slug][query.answer]
     found = prepared.selection.both(filters.values())
     ids, following = prepared.selection.page(found, query)
-    counted = tuple(_facet(prepared, name, query, filters) for name in FACETS) if facets else ()
+    counted = tuple(_facet(prepared, name, query, filters, found) for name in FACETS) if facets else ()
     return Results(query, int(size(found)), cards(catalog, ids), following, counted)
 
 
@@ -56,13 +56,14 @@ def _check(query: Query) -> None:
             raise QueryError(rule)
 
 
-def _facet(prepared: Prepared, name: str, query: Query, filters: Mapping[str, np.ndarray]) -> Facet:
+def _facet(prepared: Prepared, name: str, query: Query, filters: Mapping[str, np.ndarray], found: np.ndarray) -> Facet:
     """A facet with one value at a time is counted as if it were not chosen; `uses` adds to what is chosen."""
     selection = prepared.selection
-    others = (found for filter_name, found in filters.items() if filter_name != name or name == "uses")
+    if name in filters and name != "uses":
+        found = selection.both(others for filter_name, others in filters.items() if filter_name != name)
     chosen = getattr(query, name)
     kept = chosen if isinstance(chosen, tuple) else () if chosen is None else (chosen,)
-    counts, more = selection.count(name, selection.both(others), kept, MOST_VALUES)
+    counts, more = selection.count(name, found, kept, MOST_VALUES)
     values = tuple(FacetValue(value, _label(prepared, name, value), count, value in kept) for value, count in counts)
     return Facet(name, values, more)
 
