@@ -19,11 +19,12 @@ _CALLED_BY_CPP = re.compile(r"~.*|operator\b.*")
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a file that is in one language; start and end are offsets."""
+    """A part of a file that is in one language; start and end are offsets, `text` what it says once it is unescaped."""
 
     language: Language
     start: int
     end: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def read(path: str, text: str) -> Source:
     if language == "c++":
         language = languages.dialect(text)
     parts = [(part, place) for part, place in _parts(whole, language, "", 0)]
-    regions = tuple(Region(part_language, *place.span(0, len(place.text))) for (part_language, _), place in parts)
+    regions = tuple(
+        Region(part_language, *place.span(0, len(place.text)), place.text) for (part_language, _), place in parts
+    )
     items = sorted({item for (_, parsed), _ in parts for item in parsed.items}, key=lambda item: (item.start, item.end))
     dead = _dead([parsed for (_, parsed), _ in parts], language)
     return Source(path, language, Lines(text), regions, tuple(items), frozenset(dead))

@@ -30,7 +30,8 @@ class Technique:
     """Something that kernels do, as a reader of their source would call it.
 
     `prose` holds the phrases by which comments and strings name it: regular expressions for lower case text. One of
-    `words` stands in whatever they match, so that a text without them need not be searched.
+    `words` stands in whatever they match, so that a text without them need not be searched. `sass` matches the begin of
+    the machine instructions of NVIDIA's devices that it comes down to, where there are such.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Technique:
     about: str
     words: tuple[str, ...]
     prose: tuple[str, ...]
+    sass: str = ""
 
     @cached_property
     def phrases(self) -> tuple[re.Pattern[str], ...]:
