@@ -18,8 +18,8 @@ from nibblas.index.ingest.reading import Options
 from nibblas.index.store import Store
 
 KILLS = 20
-ROWS = 240
-FILES = 20
+ROWS = 110
+FILES = 10
 
 
 def run_import(database: Path, sources: Path, started) -> None:
