@@ -60,9 +60,7 @@ class Device:
     names: tuple[str, ...]
 
     def answer(self, needs: Iterable[tuple[str, Requirement]], facts: Sequence[CompatFact]) -> Answer:
-        """Whether an implementation runs on it, from the requirements of its files and all other facts."""
-        # What was seen here goes before somebody's word.
-        facts = [replace(f, reason=f.reason or CLAIMED) if f.claimed else f for f in sorted(facts, key=_is_claimed)]
+        """Whether an implementation runs on it, from the requirements of its files and all other facts, weighed."""
         if self.listed:
             return compat.runs_on(needs, facts, self.hardware, self.name)
         # The table doesn't know it, so that only the name tells where something ran.
@@ -73,8 +71,10 @@ class Device:
         return compat.runs_on(needs, elsewhere, self.hardware, self.name)
 
 
-def _is_claimed(fact: CompatFact) -> bool:
-    return fact.claimed
+def weighed(facts: Iterable[CompatFact]) -> list[CompatFact]:
+    """The facts as answers look at them: what was seen here goes before somebody's word, which is called that."""
+    found = [replace(fact, reason=fact.reason or CLAIMED) if fact.claimed else fact for fact in facts]
+    return sorted(found, key=lambda fact: fact.claimed)
 
 
 def devices(catalog: "Catalog") -> dict[str, Device]:

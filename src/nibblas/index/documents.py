@@ -6,7 +6,7 @@ JSON. What no source says is None.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -100,6 +100,11 @@ class Facet:
     name: str
     values: tuple[FacetValue, ...]
     more: int
+
+    @cached_property
+    def json(self) -> str:
+        """The same as JSON, which is kept because many answers hold it."""
+        return _encoded(self)
 
 
 @dataclass(frozen=True)
@@ -516,9 +521,13 @@ def to_json(value: Any) -> str:
     """A document as JSON. A number that is not finite is null."""
     if not isinstance(value, Results):
         return _encoded(value)
-    cards = f"[{','.join(card.json for card in value.cards)}]"
-    members = {name: cards if name == "cards" else _encoded(getattr(value, name)) for name in _names(Results)}
-    return "{" + ",".join(f'"{name}":{member}' for name, member in members.items()) + "}"
+    members = {name: getattr(value, name) for name in _names(Results)}
+    parts = {name: _listed(of) if name in ("cards", "facets") else _encoded(of) for name, of in members.items()}
+    return "{" + ",".join(f'"{name}":{part}' for name, part in parts.items()) + "}"
+
+
+def _listed(parts: Iterable[Card | Facet]) -> str:
+    return f"[{','.join(part.json for part in parts)}]"
 
 
 def _encoded(value: Any) -> str:

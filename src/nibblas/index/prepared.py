@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nibblas.index import compatibility, counts
 from nibblas.index.compatibility import Device
-from nibblas.index.documents import Card, Coverage, HardwareLine, OperationLine, SourceLine
+from nibblas.index.documents import Card, Coverage, Facet, HardwareLine, OperationLine, Query, SourceLine
 from nibblas.index.evidence_levels import (
     Cohort,
     Entrant,
@@ -119,6 +119,7 @@ class Prepared:
         self._cohorts: dict[int, dict[str, Ranked]] = {}
         self._standings: dict[int, dict[str, tuple[Ranked, Place | None]]] = {}
         self.cards: dict[int, Card] = {}  # those that were shown, by row id
+        self.facets: dict[Query, tuple[Facet, ...]] = {}  # of searches, whatever their page
         self.seconds = 0.0
 
     @contextmanager

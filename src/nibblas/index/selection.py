@@ -36,7 +36,7 @@ KEPT_TERMS = 512  # each takes a bit an implementation
 SHORTEST_PREFIX = 3
 ID_BITS = 40
 STRETCH = 8192  # positions that are looked at for a page at a time
-STRETCH_OF_VALUES = 64
+STRETCH_OF_VALUES = 16
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Sets:
 
 def size(words: np.ndarray) -> np.ndarray:
     """How many are in a set, or in each of several."""
-    return np.bitwise_count(words).sum(axis=-1, dtype=np.int64)
+    return np.bitwise_count(words).sum(axis=-1, dtype=np.uint32)
 
 
 class Order(NamedTuple):

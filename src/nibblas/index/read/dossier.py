@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nibblas.index.catalog import Catalog
 from nibblas.index.compat import Requirement
-from nibblas.index.compatibility import fact_of_run
+from nibblas.index.compatibility import fact_of_run, weighed
 from nibblas.index.documents import (
     Cell,
     Dossier,
@@ -178,6 +178,7 @@ def _hardware(
 ) -> tuple[HardwareAnswer, ...]:
     """The answer for each device, those that it runs on first."""
     found = []
+    facts = weighed(facts)
     for device in catalog.prepared.devices.values():
         answer = device.answer(needs, facts)
         found.append(HardwareAnswer(Ref(device.slug, device.name), device.hardware.arch or None, *answer))

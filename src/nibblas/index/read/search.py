@@ -1,6 +1,7 @@
 """Search: implementations by words and facts, and what each facet would leave."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from nibblas.index.selection import size
 
 FACETS = ("operation", "language", "framework", "uses", "timing", "numerics", "licence", "origin", "source")
 MOST_VALUES = 12  # of a facet
+KEPT_SEARCHES = 5000
 MOST_WORDS = 32  # of a text
 MOST_TECHNIQUES = 16
 
@@ -29,7 +31,7 @@ def search(catalog: Catalog, query: Query, facets: bool = True) -> Results:
         filters["hardware"] = prepared.answers[known_device(prepared, query.hardware).slug][query.answer]
     found = prepared.selection.both(filters.values())
     ids, following = prepared.selection.page(found, query)
-    counted = tuple(_facet(prepared, name, query, filters, found) for name in FACETS) if facets else ()
+    counted = _facets(prepared, query, filters, found) if facets else ()
     return Results(query, int(size(found)), cards(catalog, ids), following, counted)
 
 
@@ -54,6 +56,18 @@ def _check(query: Query) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise QueryError(rule)
+
+
+def _facets(
+    prepared: Prepared, query: Query, filters: Mapping[str, np.ndarray], found: np.ndarray
+) -> tuple[Facet, ...]:
+    """The facets of a search, which are the same on each of its pages."""
+    any_page = replace(query, sort="evidence", cursor=None, limit=1)
+    if any_page not in prepared.facets:
+        if len(prepared.facets) > KEPT_SEARCHES:
+            prepared.facets.clear()
+        prepared.facets[any_page] = tuple(_facet(prepared, name, query, filters, found) for name in FACETS)
+    return prepared.facets[any_page]
 
 
 def _facet(prepared: Prepared, name: str, query: Query, filters: Mapping[str, np.ndarray], found: np.ndarray) -> Facet:
