@@ -130,6 +130,7 @@ def implementation(catalog: Catalog, name: str) -> Page:
         ],
         "technique_groups": technique_groups(dossier.techniques),
         "most_lines": MOST_LINES,
+        "third_parties": third_parties(dossier.licence.third_party),
     }
     crumbs = INDEX
     if it.operation:
@@ -454,6 +455,16 @@ def by_kind(use: TechniqueUse) -> Kinds:
     for finding in use.findings:
         found.setdefault(finding.body["kind"], []).append(finding)
     return found
+
+
+def third_parties(found: Iterable[Finding]) -> list[tuple[str, list[Finding]]]:
+    """Whose code comments name, then what they only link to, each address once."""
+    once = {finding.body["url"]: finding for finding in reversed(list(found))}
+    entries = sorted(once.values(), key=lambda finding: (finding.path, finding.line or 0))
+    return [
+        ("Code of others", [finding for finding in entries if finding.body["hint"] != "link"]),
+        ("Links", [finding for finding in entries if finding.body["hint"] == "link"]),
+    ]
 
 
 def cited(dossier: Dossier, path: str) -> dict[int, dict[str, bool]]:
