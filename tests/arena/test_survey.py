@@ -97,6 +97,17 @@ def test_what_has_a_record_is_not_run_again(checkout, runs, tmp_path):
     assert [entry.problem for entry in survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")] == ["b/good"]
 
 
+def test_a_problem_that_can_not_run_here_stands_on_one_line(checkout, runs, tmp_path, monkeypatch):
+    def impossible(task, submission, options, path):
+        recorded(task, submission, options, path)
+        record = records.read(path)
+        records.write(replace(record, verdict="incompatible here", reason="its cases need 8 GPUs"), path)
+
+    monkeypatch.setattr(arena_run, "run", impossible)
+    found = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
+    assert [entry.kind for entry in found] == ["baseline"]
+
+
 def test_table(checkout, runs, tmp_path):
     found = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "")
     lines = table(found).splitlines()

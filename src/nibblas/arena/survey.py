@@ -105,19 +105,20 @@ def survey(checkout: Path, folder: Path, device: str, budget: float, seconds: fl
     for entry in entries(checkout):
         if not re.search(only, entry.problem):
             continue
-        if entry.kind == "reference" and not _is_the_baselines_fault(found[-1]):
+        before = found[-1] if entry.kind == "reference" else None
+        if before is not None and not _is_incompatible(before):
             continue
         if entry.task is not None and entry.submission is not None:
             _run(entry, entry.task, entry.submission, folder, device, budget, seconds)
+        if before is not None and entry.runs["test"].reason == before.runs["test"].reason:
+            continue  # it is the problem that can't be run here, which the line before says
         found.append(entry)
         print(" | ".join(entry.cells()), file=sys.stderr)
     return found
 
 
-def _is_the_baselines_fault(entry: Entry) -> bool:
-    """Whether it is the baseline, and not the problem, that can't run here."""
-    test = entry.runs.get("test")
-    return test is not None and test.verdict == "incompatible here" and "submission" in test.reason
+def _is_incompatible(entry: Entry) -> bool:
+    return "test" in entry.runs and entry.runs["test"].verdict == "incompatible here"
 
 
 def _run(
