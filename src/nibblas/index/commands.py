@@ -126,6 +126,38 @@ def scan(db: Database = None) -> None:
     print(f"{_some(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
 
 
+@app.command("compile", no_args_is_help=True)
+def compile_(
+    name: Annotated[str, typer.Argument(help="Slug or digest of an implementation.", show_default=False)],
+    arch: Annotated[str, typer.Option(help="Architecture, such as sm_90a.", show_default=False)],
+    db: Database = None,
+) -> None:
+    """Compile an implementation's CUDA with nvcc, running none of it, and keep that it compiled.
+
+    Where nvdisasm is at hand, the uses of techniques are confirmed or refuted by the machine code. Exits with 1 where a
+    file doesn't compile.
+
+    Examples:
+
+    - `nibblas index compile kernelbot-nvfp4-gemv-111151 --arch sm_100a`
+    """
+    from nibblas.index.compilation import compile_stored
+
+    with _writing(db, make=False) as store:
+        outcomes = compile_stored(store, name, arch)
+    for outcome in outcomes:
+        told = f"{outcome.path}, {outcome.compiler}, {outcome.arch}: "
+        if outcome.problem:
+            told += outcome.problem
+        elif outcome.confirmed is None:
+            told += "compiled; without nvdisasm its machine code can't be read"
+        else:
+            told += f"compiled; {_some(outcome.confirmed, 'use')} confirmed, {outcome.refuted} refuted by machine code"
+        print(told)
+    if any(outcome.problem for outcome in outcomes):
+        raise typer.Exit(1)
+
+
 @app.command(no_args_is_help=True)
 def search(
     words: Annotated[list[str], typer.Argument(help="Words of a name, an author, a technique, a source.")],

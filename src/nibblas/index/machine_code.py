@@ -78,7 +78,17 @@ def compiled(path: str, text: str, arch: str) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="nibblas-") as folder:
         source, cubin = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
         source.write_text(max(parts, key=len), encoding="utf-8")
-        command = ["nvcc", f"-arch={arch}", "-std=c++17", "-cubin", "-w", *_includes(parts), "-o", str(cubin), str(source)]
+        command = [
+            "nvcc",
+            f"-arch={arch}",
+            "-std=c++17",
+            "-cubin",
+            "-w",
+            *_includes(parts),
+            "-o",
+            str(cubin),
+            str(source),
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, cwd=folder)
         except subprocess.TimeoutExpired:

@@ -35,6 +35,7 @@ _TAKES_TURNS = re.compile(r"%|\^\s*1\b|&\s*1\b")
 _TELLING = re.compile(r"[*\[%^&]|\bdim3\b|Tensor\b|map\b|device_vector")
 _TENSOR = re.compile(r"\bTensor\b|\b(?:unordered_)?map\b|\bdevice_vector\b")
 _MACRO = re.compile(r"[A-Z][A-Z0-9_]{3,}")
+_FOR_DEVICES = re.compile(r"__device__|\b\w*DEVICE\w*\b")  # or a macro for it
 _SPECIFIER = re.compile(r"__\w+__")
 # Through these a name goes on being what their own parent makes of it, if it stands in the given field.
 _PASSED = {
@@ -270,7 +271,7 @@ class _Reader:
         self.parsed.defined.add(text)
         before = self.text[max(node.start_byte - 200, 0) : name.start_byte]
         before = before[max(before.rfind(";"), before.rfind("}")) + 1 :]
-        if "__global__" in before or not ("__device__" in before or "static" in before.split()):
+        if "__global__" in before or not (_FOR_DEVICES.search(before) or "static" in before.split()):
             self.parsed.entries.add(text)
         if _MACRO.fullmatch(text) and node.child_by_field_name("type") is None:
             self.parsed.names[""].add(text)  # PYBIND11_MODULE and the like, which run when the module is loaded

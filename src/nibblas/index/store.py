@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from nibblas.index import licence
 from nibblas.index.model import (
@@ -47,6 +47,9 @@ from nibblas.index.model import (
 )
 from nibblas.index.scan import Scan, identifiers
 from nibblas.paths import cache_dir
+
+if TYPE_CHECKING:
+    from nibblas.index.machine_code import Confirmation
 
 try:
     import fcntl
@@ -202,6 +205,28 @@ class Store:
             }
             for implementation in sorted(touched):
                 self._conclude(implementation)
+
+    def confirm(self, digest: str, path: str, answer: "Confirmation", by: str) -> None:
+        """Keep with a technique's finding in a file what machine code says of it; one that stays open says nothing.
+
+        A scan by newer rules finds anew, and forgets this.
+        """
+        if answer.state == "open":
+            return
+        found = answer.finding
+        self.connection.execute(
+            "UPDATE finding SET body = json_set(body, '$.machine_code', json(?))"
+            " WHERE topic = 'technique' AND line = ? AND json_extract(body, '$.technique') = ? AND scan ="
+            " (SELECT f.scan FROM implementation_file f JOIN implementation i ON i.id = f.implementation"
+            " WHERE i.digest = ? AND f.path = ?)",
+            (
+                _json({"state": answer.state, "opcode": answer.opcode, "by": by}),
+                found.line,
+                found.technique,
+                digest,
+                path,
+            ),
+        )
 
     def record(self, event: Event) -> None:
         """Add an event; KeyError where its subject is the digest of no implementation and no run."""
