@@ -4,8 +4,10 @@ import json
 
 import pytest
 from made_up import make_item
+from starlette.testclient import TestClient
 
 from nibblas.index import machine_code, scan
+from nibblas.index.api import create_app
 from nibblas.index.compilation import Outcome, compile_stored
 from nibblas.index.machine_code import Compiled
 from nibblas.index.model import CompatFact
@@ -58,6 +60,10 @@ def test_a_compile_is_a_fact_and_confirms_findings(kept):
         "atomics": {"state": "confirmed", "opcode": "RED.E.ADD.F32.FTZ.RN.STRONG.GPU", "by": by},
         "warp-shuffle": {"state": "refuted", "opcode": None, "by": by},
     }
+    with TestClient(create_app(kept.path), base_url="http://localhost") as client:
+        page = client.get(f"/implementations/{SLUG}").text
+    assert f"confirmed by LDG.E.128 in the machine code of {by}" in page
+    assert f"no such instruction in the machine code of {by}" in page
     compile_stored(kept, SLUG, "sm_100a")
     assert kept.facts(kept.subject(SLUG)) == facts
     assert kept.check() == []

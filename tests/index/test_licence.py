@@ -276,9 +276,12 @@ def test_it_is_stored(store, tmp_path):
     opened.write_text("// SPDX-License-Identifier: MIT\n__global__ void k() {}\n")
     add(store, [closed, opened], Options())
     rows = store.connection.execute(
-        "SELECT slug, licence_concluded, may_show, shown_under FROM implementation ORDER BY slug"
+        "SELECT licence_concluded, may_show, shown_under, licence_reason FROM implementation ORDER BY slug"
     ).fetchall()
-    assert [tuple(row)[1:] for row in rows] == [(None, 0, None), ("MIT", 1, "MIT")]
+    assert [tuple(row) for row in rows] == [
+        (None, 0, None, "No licence is declared, and none is found in the files."),
+        ("MIT", 1, "MIT", "Line 1 states MIT (spdx-tag)."),
+    ]
 
 
 def test_broken_and_long_input_takes_no_time():

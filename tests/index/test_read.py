@@ -214,6 +214,16 @@ def test_a_source_whose_terms_are_unknown_is_not_shown(catalog):
         read.file(catalog, GEMV(5), "submission.py")
 
 
+@pytest.mark.parametrize(("number", "may_show"), [(5, False), (6, True)])
+def test_lines_of_source_are_cited_only_where_it_may_be_shown(catalog, number, may_show):
+    dossier = read.implementation(catalog, GEMV(number), ("findings",))
+    assert dossier.licence.shown == may_show
+    found = [finding.body for use in dossier.techniques for finding in use.findings]
+    (example,) = [at for ref, at in read.technique(catalog, "tma").examples if ref.slug == GEMV(number)]
+    assert {("snippet" in body) for body in (*found, example.body)} == {may_show}
+    assert {(body["technique"], body["line"]) for body in found} >= {("split-k", 1), ("tma", 1)}
+
+
 def test_a_file_is_given_as_its_bytes(catalog):
     found, raw = read.file(catalog, "hostile", "submission.py")
     assert raw == shelf.HOSTILE.encode()

@@ -222,11 +222,15 @@ class HardwareAnswer:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule read from a source file. `kind` tells a use from a declaration, a comment or a string."""
+    """What a rule read from a source file. `kind` tells a use from a declaration, a comment or a string.
+
+    body is as the rule's own part describes it (rule, version, kind, snippet, detail ...), with `machine_code` where a
+    compiled binary spoke for or against it, and without `snippet` where the source may not be shown.
+    """
 
     path: str
     line: int | None
-    body: Mapping[str, Any]  # as the rule's own part describes it: rule, version, kind, snippet, detail ...
+    body: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -241,10 +245,11 @@ class TechniqueUse:
 
 @dataclass(frozen=True)
 class Licence:
-    """What is declared, what is concluded, under which terms it came, and whether its source may be shown."""
+    """What is declared, what is concluded and why, under which terms it came, and whether its source may be shown."""
 
     declared: str | None
     concluded: str | None
+    reason: str
     terms: str | None
     attribution: str | None
     shown: bool

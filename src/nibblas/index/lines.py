@@ -12,6 +12,8 @@ from nibblas.index.model import Figure
 from nibblas.index.prepared import Ranked
 
 KEPT_CARDS = 20_000
+# What a rule read of implementation i, without the line of source itself where that may not be shown.
+FINDING_BODY = "CASE WHEN i.may_show THEN finding.body ELSE json_remove(finding.body, '$.snippet') END"
 # The figure that ranks comes with its run.
 RUNS = """
 SELECT r.id, r.digest, r.implementation, r.status, r.reason, r.claimed, r.workload, r.device, r.environment, r.seconds,

@@ -130,6 +130,7 @@ def implementation(catalog: Catalog, name: str) -> Page:
         ],
         "technique_groups": technique_groups(dossier.techniques),
         "most_lines": MOST_LINES,
+        "by_machine_code": by_machine_code,
         "third_parties": third_parties(dossier.licence.third_party),
     }
     crumbs = INDEX
@@ -455,6 +456,16 @@ def by_kind(use: TechniqueUse) -> Kinds:
     for finding in use.findings:
         found.setdefault(finding.body["kind"], []).append(finding)
     return found
+
+
+def by_machine_code(found: Iterable[Finding]) -> list[str]:
+    """What compiled binaries say of uses of a technique, each answer once."""
+    told = []
+    for finding in found:
+        if answer := finding.body.get("machine_code"):
+            seen = f"confirmed by {answer['opcode']}" if answer["state"] == "confirmed" else "no such instruction"
+            told.append(f"{seen} in the machine code of {answer['by']}")
+    return list(dict.fromkeys(told))
 
 
 def third_parties(found: Iterable[Finding]) -> list[tuple[str, list[Finding]]]:

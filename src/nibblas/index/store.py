@@ -482,8 +482,9 @@ class Store:
         )
         shown, under = licence.may_show(conclusion, terms)
         self.connection.execute(
-            "UPDATE implementation SET licence_concluded = ?, may_show = ?, shown_under = ? WHERE id = ?",
-            (conclusion.expression, shown, under, key),
+            "UPDATE implementation SET licence_concluded = ?, licence_reason = ?, may_show = ?, shown_under = ?"
+            " WHERE id = ?",
+            (conclusion.expression, conclusion.reason, shown, under, key),
         )
         return shown
 

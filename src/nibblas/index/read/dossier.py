@@ -25,7 +25,7 @@ from nibblas.index.documents import (
     Way,
 )
 from nibblas.index.evidence_levels import TIMING, levels
-from nibblas.index.lines import RUNS, run_line
+from nibblas.index.lines import FINDING_BODY, RUNS, run_line
 from nibblas.index.model import CompatFact, Implementation
 from nibblas.index.names import technique_ref
 from nibblas.index.prepared import OBSERVED
@@ -188,8 +188,9 @@ def _hardware(
 def _findings(catalog: Catalog, key: int) -> defaultdict[str, list[Finding]]:
     """What the rules read from the files of an implementation, by topic, in the order of the lines."""
     rows = catalog.all(
-        "SELECT finding.topic, f.path, finding.line, finding.body FROM implementation_file f"
-        " JOIN finding ON finding.scan = f.scan WHERE f.implementation = ? ORDER BY f.path, finding.line, finding.id",
+        f"SELECT finding.topic, f.path, finding.line, {FINDING_BODY} FROM implementation_file f"
+        " JOIN implementation i ON i.id = f.implementation JOIN finding ON finding.scan = f.scan"
+        " WHERE f.implementation = ? ORDER BY f.path, finding.line, finding.id",
         key,
     )
     found = defaultdict(list)
@@ -232,7 +233,7 @@ def _ways(what: Implementation, licence: Licence) -> tuple[Way, ...]:
 
 def licence_of(catalog: Catalog, key: int, findings: Mapping[str, list[Finding]]) -> Licence:
     row = catalog.one(
-        "SELECT i.licence, i.licence_concluded, s.terms, s.attribution, i.may_show, i.shown_under"
+        "SELECT i.licence, i.licence_concluded, i.licence_reason, s.terms, s.attribution, i.may_show, i.shown_under"
         " FROM implementation i JOIN source s ON s.id = i.source WHERE i.id = ?",
         key,
     )
@@ -240,6 +241,7 @@ def licence_of(catalog: Catalog, key: int, findings: Mapping[str, list[Finding]]
     return Licence(
         row["licence"],
         row["licence_concluded"],
+        row["licence_reason"],
         row["terms"],
         row["attribution"],
         bool(row["may_show"]),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import Finding, NotFoundError, Query, Ref, TechniqueLine, TechniquePage
+from nibblas.index.lines import FINDING_BODY
 from nibblas.index.read.search import search
 from nibblas.index.rule import techniques as known_techniques
 
@@ -30,7 +31,7 @@ def technique(catalog: Catalog, slug: str, query: Query | None = None) -> Techni
     results = search(catalog, replace(query, uses=(*query.uses, slug) if slug not in query.uses else query.uses))
     wanted = json.dumps([card.digest for card in results.cards])
     rows = catalog.all(
-        "SELECT i.slug, i.name, f.path, finding.line, finding.body FROM json_each(?) wanted"
+        f"SELECT i.slug, i.name, f.path, finding.line, {FINDING_BODY} FROM json_each(?) wanted"
         " JOIN implementation i ON i.digest = wanted.value JOIN implementation_file f ON f.implementation = i.id"
         " JOIN finding ON finding.scan = f.scan AND finding.topic = 'technique'"
         " WHERE finding.body ->> 'technique' = ? AND finding.body ->> 'kind' = 'use' ORDER BY wanted.key, finding.line",

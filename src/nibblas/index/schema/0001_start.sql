@@ -78,6 +78,7 @@ CREATE TABLE implementation (
     record TEXT,
     imported_at TEXT NOT NULL,
     licence_concluded TEXT,
+    licence_reason TEXT NOT NULL DEFAULT '',
     may_show INTEGER NOT NULL DEFAULT 0 CHECK (may_show IN (0, 1)),
     shown_under TEXT,
     UNIQUE (slug, revision)
