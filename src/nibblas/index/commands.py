@@ -30,6 +30,7 @@ Database = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 SHOWN_REASONS = 12
 SHOWN_OF_A_REASON = 3
+PIPED_WIDTH = 160  # columns of a table that goes to no terminal
 
 
 @app.command(no_args_is_help=True)
@@ -464,7 +465,7 @@ def _print_results(found: "Results") -> None:
             f"{_seconds(fastest.figure.value)}{' claimed' if fastest.claimed else ''}" if fastest else "",
             card.licence_concluded or "unknown",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
     if found.total > len(found.cards):
         print(f"{found.total:,} found, {len(found.cards)} shown")
 
