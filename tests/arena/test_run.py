@@ -169,19 +169,28 @@ def test_what_this_machine_lacks_is_incompatible(arena, problem, write):
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-def interrupt_when(happened) -> None:
-    """Send this process a Ctrl-C once that is so."""
+@pytest.fixture
+def interrupt_when():
+    """Sends this process a Ctrl-C once something is so."""
+    # Where the tests run in the background, SIGINT comes to them ignored.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def watch():
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and not happened():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+    def start(happened) -> None:
+        def watch():
+            deadline = time.monotonic() + 300
+            while time.monotonic() < deadline and not happened():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
+
+    yield start
+    signal.signal(signal.SIGINT, previous)
 
 
-def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_every_stage(problem, tmp_path):
+def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_every_stage(
+    problem, tmp_path, interrupt_when
+):
     directory, output = problem("vector_add"), tmp_path / "record.json"
     arguments = ["run", str(directory), str(directory / "submission.py"), "--threads", "1", "--mode", "leaderboard"]
     interrupt_when(lambda: output.exists() and len(records.read(output).cases) >= 2)

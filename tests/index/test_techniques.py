@@ -33,7 +33,8 @@ def used_by(which: rule.Rule, text: str) -> bool:
 @pytest.mark.parametrize("which", RULES, ids=lambda which: which.id)
 def test_rule_finds_its_hits_and_not_its_misses(which):
     assert which.misses, "a rule needs a near miss"
-    assert which.hits or not set(which.on) - techniques._DECLARING, "a rule that can find a use needs a hit"
+    uses = which.finding in ("", "use") and set(which.on) - techniques._DECLARING
+    assert which.hits or not uses, "a rule that can find a use needs a hit"
     for hit in which.hits:
         assert used_by(which, hit), hit
     for miss in which.misses:
@@ -104,6 +105,24 @@ def test_a_wrapper_is_a_declaration_and_its_instruction_a_use_where_it_is_called
     assert found == {(1, "declaration"), (3, "use"), (5, "declaration"), (7, "declaration"), (9, "use")}
     unused = next(one for one in find("x.cu", WRAPPED) if one.line == 7 and one.technique == "mbarrier")
     assert unused.detail.endswith("in mbarrier_inval, which nothing calls")
+
+
+def test_what_only_prepares_or_names_is_a_declaration():
+    text = "def prepare_for_tma(s):\n    return s\ns = prepare_for_tma(s)\nd = tma_descriptor(s)\n"
+    assert places(find("x.py", text), "declaration") == [("tma", 1), ("tma", 3)]
+    assert places(find("x.py", text), "use") == [("tma", 4)]
+    text = "void f(void* p) {\n  auto encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled>(p);\n  encode(p);\n}\n"
+    assert places(find("x.cu", text)) == [("tma", 2)]
+    assert places(find("x.cu", text), "declaration") == [("tma", 2)]
+
+
+def test_an_alias_in_python_is_a_declaration_and_what_it_is_used_in_a_use():
+    text = "import cutlass\nab = cutlass.Float4E2M1FN\ndef f(p):\n    return make_ptr(ab, p)\n"
+    assert [(one.line, one.kind) for one in find("x.py", text)][-2:] == [(2, "declaration"), (4, "use")]
+    parameter = text.replace("def f(p)", "def f(p, ab)")
+    again = text + "ab = choose()\n"
+    for other in (parameter, again):
+        assert ("fp4", 4) not in places(find("x.py", other)), "not the name that the module binds once"
 
 
 def test_a_submission_is_entered_at_its_entry_point_only():

@@ -409,7 +409,8 @@ class _Reader:
             if declarator.type == "array_declarator":
                 inner = declarator.child_by_field_name("size")
                 size = self._of(inner) if inner is not None else ""
-            declarator = declarator.child_by_field_name("declarator") or declarator.named_children[-1]
+            inner = declarator.child_by_field_name("declarator")
+            declarator = inner or next(reversed(declarator.named_children), None)
         return (self._of(declarator) if declarator is not None else ""), points, size
 
     def _launch(self, node) -> None:

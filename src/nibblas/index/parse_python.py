@@ -3,8 +3,9 @@ too: `ast` gives nothing for such a file, nor the places inside implicitly joine
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from keyword import kwlist
 from typing import NamedTuple
 
@@ -163,6 +164,8 @@ class _Reader:
         self.statement = _Statement(0, 0, 0, 0, 0)
         self.function = ""
         self.aliases: dict[str, str] = {}
+        self.imported: set[str] = set()  # names that imports bind
+        self.alias = -1  # token of a name that the statement gives another name
         self.canonical: dict[str, str | None] = {}  # a name as written -> as rules write it, None if it isn't wanted
         self.values: dict[str, Mapped] = {}  # of names that are bound to text
         self.embedded: dict[str, int] = {}  # names bound to code -> index in parsed.embedded
@@ -348,6 +351,7 @@ class _Reader:
             return
         if word in ("for", "while") or (word == "async" and texts[first + 1] == "for"):
             self._add("loop", self._text(first, last), self.starts[first], self._end(last - 1))
+        self.alias = value if self._is_alias(statement) else -1
         if targets > first and word not in ("def", "class", "@"):
             self._bind(first, targets, value, last)
         elif word in self.values and texts[first + 1] == "+=":
@@ -383,6 +387,35 @@ class _Reader:
                     self._compare(at)
                 elif text in _OPENING and kinds[at + 1] in ("number", "op"):
                     self._read_literal(at)
+        if self.alias >= 0:
+            root, dot, rest = texts[value].partition(".")
+            self.aliases[word] = self.aliases.get(root, root) + dot + rest
+            self.canonical.pop(word, None)
+
+    def _is_alias(self, statement: _Statement) -> bool:
+        """Whether the module gives something imported another name, which is bound nowhere else."""
+        first, last, targets, value, _ = statement
+        return (
+            targets == first + 1
+            and value == last - 1
+            and not self.function
+            and self.kinds[first] == self.kinds[value] == "name"
+            and self.texts[value].partition(".")[0] in self.imported
+            and self.texts[first] in self.bound_once
+        )
+
+    @cached_property
+    def bound_once(self) -> frozenset[str]:
+        """Names that one assignment binds, and no signature."""
+        bound: Counter[str] = Counter()
+        for at, (kind, opening) in enumerate(zip(self.kinds, self.inside, strict=True)):
+            if kind != "name":
+                continue
+            if opening < 0:
+                bound[self.texts[at]] += self.texts[at + 1] in ("=", ":=")
+            elif self.texts[max(opening - 2, 0)] == "def" and self.texts[at - 1] in ("(", ",", "*", "**"):
+                bound[self.texts[at]] += 2
+        return frozenset(name for name, count in bound.items() if count == 1)
 
     def _lambda_end(self, at: int, last: int) -> int:
         while at < last and self.texts[at] != ":":
@@ -456,6 +489,8 @@ class _Reader:
             self._add("grid", name, start, end, grid)
         elif before == "as":
             self._add("binding", text, start, end)
+        elif at == self.alias:
+            self._add("alias", name, start, end)
         elif at >= targets or context not in ("", "group") or after == "[":
             if text in self.values and after in ("+", ".") and before != "+":
                 self._read_text(at)
@@ -489,6 +524,7 @@ class _Reader:
             if kinds[at] == "name":
                 name = texts[at]
                 whole = f"{module}.{name}" if module else name
+                self.imported.add(texts[at + 2] if texts[at + 1] == "as" else name.partition(".")[0])
                 self._add("import", whole, self.starts[at], self._end(at))
                 if at + 2 < last and texts[at + 1] == "as":
                     self.aliases[texts[at + 2]] = whole

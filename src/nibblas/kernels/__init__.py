@@ -11,6 +11,7 @@ from nibblas.kernels import (
     triton_gated_linear,
     triton_grouped_linear,
     triton_linear,
+    triton_linear_decoded_sm90,
     triton_quantize,
 )
 
@@ -18,6 +19,7 @@ MODULES = (
     cpu_linear,
     cpu_quantize,
     cuda_linear_sm90,
+    triton_linear_decoded_sm90,
     triton_linear,
     triton_grouped_linear,
     triton_gated_linear,
