@@ -10,10 +10,17 @@ from checks import assert_close, poisoned_empty, random_codes, random_dense
 
 from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
-from nibblas.kernels import triton_gated_linear, triton_grouped_linear, triton_linear, triton_quantize
+from nibblas.kernels import (
+    triton_gated_linear,
+    triton_grouped_linear,
+    triton_linear,
+    triton_linear_decoded_sm90,
+    triton_quantize,
+)
+from nibblas.kernels.torch_linear import decode
 from nibblas.kernels.triton_launch import also, target_of
 from nibblas.kernels.triton_linear import Config
-from nibblas.problem import Problem
+from nibblas.problem import Problem, arch_of
 from nibblas.quantize import dequantize, quantize
 
 pytestmark = [
@@ -242,3 +249,73 @@ def test_streams_and_graph():
     graph.replay()
     assert torch.equal(out, wants[1])
     assert torch.equal(q.data, triton_quantize.launch(xs[1], NVFP4, "absmax", None).data)
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or arch_of(torch.device("cuda", 0)) != "sm_90", reason="no GPU of sm_90"
+)
+FRAGMENTS = {kernel.operands[0][1]: kernel.b_layouts[0] for kernel in triton_linear_decoded_sm90.KERNELS}
+
+
+@on_hopper
+@pytest.mark.parametrize("shape", [(40, 2048), (2112, 128), (3, 33, 1120), (2880, 512)], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_fragments_decode_exactly(format, shape):
+    every_scale = (0, 126) if format == NVFP4 else (0, 254)
+    b = random_codes(shape, format, generator(12), scale_bytes=every_scale, nan_scales=3, device="cuda")
+    b = b.with_layout(*FRAGMENTS[format.name])
+    exact = decode(b, 1 / 128 if format == NVFP4 else 1 / 4)
+    for dtype in DTYPES_OUT if format == NVFP4 else (torch.bfloat16, torch.float32):
+        out = poisoned_empty((shape[0] if len(shape) == 3 else 1, *shape[-2:]), dtype, "cuda")
+        triton_linear_decoded_sm90.decode_launch(b, out).run()
+        got = out.float().view(shape)
+        assert ((got.view(torch.int32) == exact.view(torch.int32)) | (got.isnan() & exact.isnan())).all(), dtype
+
+
+@on_hopper
+@pytest.mark.parametrize("M", [65, 128, 300, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_decoded_products(format, dtype, M):
+    g = generator(M)
+    for shape in ((2112, 2880), (40, 1056), (2, 200, 512)):
+        b = random_codes(shape, format, g, scale_bytes=NARROW[format.name], nan_scales=2, device="cuda")
+        a = random_dense((*shape[:-2], M, shape[-1]), dtype, g, "cuda")
+        for bias in (None, random_dense((shape[-2],), dtype, g, "cuda")):
+            for narrow in (dtype, torch.float32):
+                out = poisoned_empty((*shape[:-2], M, shape[-2]), narrow, "cuda")
+                triton_linear_decoded_sm90.launch(a, b.with_layout(*FRAGMENTS[format.name]), bias, out)
+                check(a, b, bias, out, f"{format} {dtype} M={M} {shape} -> {narrow}")
+
+
+@on_hopper
+def test_decoded_infinities_of_fp16():
+    b = random_codes((64, 256), MXFP4, generator(13), scale_bytes=NARROW["mxfp4"], device="cuda")
+    a = random_dense((80, 256), torch.float16, generator(14), "cuda")
+    a[3, 5], a[7, 9], a[9, 200] = torch.inf, -torch.inf, torch.nan
+    out = poisoned_empty((80, 64), torch.float32, "cuda")
+    triton_linear_decoded_sm90.launch(a, b.with_layout(*FRAGMENTS["mxfp4"]), None, out)
+    exact = reference.matmul(a, b)
+    assert torch.equal(out.isnan(), exact.isnan())
+    assert torch.equal(out.isinf(), exact.isinf())
+    rows = [m for m in range(80) if m not in (3, 7, 9)]
+    check(a[rows], b, None, out[rows], "finite rows")
+
+
+@on_hopper
+def test_decoded_product_in_a_graph():
+    g = generator(15)
+    b = random_codes((2112, 2048), NVFP4, g, device="cuda").with_layout(*FRAGMENTS["nvfp4"])
+    xs = [random_dense((300, 2048), torch.bfloat16, g, "cuda") for _ in range(2)]
+    wants = [poisoned_empty((300, 2112), torch.bfloat16, "cuda") for _ in xs]
+    for x, want in zip(xs, wants, strict=True):
+        triton_linear_decoded_sm90.launch(x, b, None, want)
+    out, static = poisoned_empty((300, 2112), torch.bfloat16, "cuda"), xs[0].clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton_linear_decoded_sm90.launch(static, b, None, out)
+    for x, want in zip(xs, wants, strict=True):
+        static.copy_(x)
+        graph.replay()
+        assert torch.equal(out, want)
