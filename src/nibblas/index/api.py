@@ -5,6 +5,7 @@ under "nibblas"; the others answer with their document. ETags are digests of the
 """
 
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -149,22 +150,28 @@ def run_server(path: Path, host: str, port: int, names: Collection[str], workers
     """Serve the index in a file until the process is told to stop.
 
     names: by which the server may be called, beside those of this machine and the address that it listens on.
+    OSError where it can't listen there.
     """
     import uvicorn
 
     Catalog(path).close()  # a file that can't be read is told before a process is started
     os.environ[DB], os.environ[HOSTS] = str(path), ",".join((*LOOPBACK, host, *names))
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C stops)", file=sys.stderr)
-    uvicorn.run(
-        f"{__name__}:from_environment",
-        factory=True,
-        host=host,
-        port=port,
-        workers=workers,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-    )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listening:
+        # Left to the event loop, which overlooks it where several processes listen, a small answer waits 40 ms for the
+        # reader's acknowledgement of its head.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name = f"[{host}]" if ":" in host else host
+        print(f"http://{name}:{listening.getsockname()[1]}/ (Ctrl-C stops)", file=sys.stderr)
+        uvicorn.run(
+            f"{__name__}:from_environment",
+            factory=True,
+            fd=listening.fileno(),
+            workers=workers,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+        )
 
 
 def from_environment() -> FastAPI:
