@@ -125,6 +125,17 @@ def test_an_alias_in_python_is_a_declaration_and_what_it_is_used_in_a_use():
         assert ("fp4", 4) not in places(find("x.py", other)), "not the name that the module binds once"
 
 
+def test_a_long_list_of_numbers_takes_no_time():
+    start = time.process_time()
+    find("x.py", "TABLE = [" + "12345, " * 200 + "]\n")
+    assert time.process_time() - start < 2
+
+
+def test_an_operator_that_is_declared_hides_nothing():
+    text = "struct S { int x; };\nS operator*(S a, S b);\n__global__ void k(float* p) { atomicAdd(p, 1.f); }\n"
+    assert ("atomics", 3) in places(find("x.cu", text), "use")
+
+
 def test_a_submission_is_entered_at_its_entry_point_only():
     text = "import triton\nimport triton.language as tl\n@triton.jit\ndef k(p):\n    tl.atomic_add(p, 1)\n"
     assert ("atomics", 5) in places(find("x.py", text), "use")
