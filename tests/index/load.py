@@ -5,7 +5,8 @@
     python tests/index/load.py synthetic.sqlite
 
 Searches are made at random of words, filters and orders, implementations are drawn from all; --addresses says how many
-of each there are. Readers who ask for the same get what is kept, so few addresses show a usual day, many the worst.
+of each there are, so many that hardly any answer is asked for twice. --pause is how long a reader waits after an
+answer; without one the readers take all the time there is, and an answer takes their number over the answers a second.
 """
 
 import argparse
@@ -28,6 +29,7 @@ for line in io.lines("%s") do addresses[#addresses + 1] = line end
 local threads = 0
 function setup(thread) threads = threads + 1; thread:set("seed", threads) end
 function init() math.randomseed(seed) end
+%s
 function request() return wrk.format("GET", addresses[math.random(#addresses)]) end
 function done(summary, latency, requests)
   local e = summary.errors
@@ -68,7 +70,8 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=20)
-    parser.add_argument("--addresses", type=int, default=2000)
+    parser.add_argument("--addresses", type=int, default=20_000)
+    parser.add_argument("--pause", type=int, default=100, help="milliseconds")
     given = parser.parse_args()
     requests = addresses(given.db, given.addresses)
     with socket.socket() as free:
@@ -111,7 +114,7 @@ def wrk(base: str, of: list[str], given: argparse.Namespace) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         listed, script = Path(folder, "addresses.txt"), Path(folder, "draw.lua")
         listed.write_text("\n".join(of))
-        script.write_text(SCRIPT % listed)
+        script.write_text(SCRIPT % (listed, f"function delay() return {given.pause} end" if given.pause else ""))
         command = ["wrk", "-t", "2", "-c", str(given.connections), "-d", f"{given.seconds}s", "-s", str(script), base]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))

@@ -7,7 +7,6 @@ not kept here); without it the answers are held against our own description of i
 import hashlib
 import json
 import os
-import socket
 import threading
 from functools import cache
 from pathlib import Path
@@ -465,17 +464,3 @@ def test_readers_are_not_troubled_by_a_writer(tmp_path):
 def test_nothing_was_written(client, catalog):
     assert read.search(catalog, Query()).total == 11
     assert catalog.one("PRAGMA query_only")[0] == 1
-
-
-def test_small_answers_are_sent_at_once(tmp_path, monkeypatch):
-    def run(app, fd, **options):
-        with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as listening:
-            port = listening.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port)), listening.accept()[0] as accepted:
-                kept.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-    kept: list[int] = []
-    monkeypatch.setattr("uvicorn.run", run)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    api.run_server(shelf.fill(tmp_path / "index.sqlite"), "127.0.0.1", 0, (), 2)
-    assert kept[0]

@@ -4,9 +4,6 @@ The reads that KernelIndex's public API has too answer in its shapes (kernelinde
 under "nibblas"; the others answer with their document. ETags are digests of the answer. Errors have one shape.
 """
 
-import os
-import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -52,8 +49,6 @@ from nibblas.index.store import StoreError
 from nibblas.index.web import mount_pages
 
 API = "/api/v1"
-# How run_server tells its processes what to serve.
-DB, HOSTS = "NIBBLAS_INDEX_DB", "NIBBLAS_INDEX_HOSTS"
 LISTED = 100  # results of a search in KernelIndex's shape
 # So many threads of a process work at a time: more would only wait for each other.
 THREADS = 2
@@ -144,39 +139,6 @@ def create_app(path: str | Path, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     app.add_middleware(kept.Recall, answers=answers)
     app.add_middleware(Guard, router=app.router, hosts=hosts)
     return app
-
-
-def run_server(path: Path, host: str, port: int, names: Collection[str], workers: int) -> None:
-    """Serve the index in a file until the process is told to stop.
-
-    names: by which the server may be called, beside those of this machine and the address that it listens on.
-    OSError where it can't listen there.
-    """
-    import uvicorn
-
-    Catalog(path).close()  # a file that can't be read is told before a process is started
-    os.environ[DB], os.environ[HOSTS] = str(path), ",".join((*LOOPBACK, host, *names))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listening:
-        # Left to the event loop, which overlooks it where several processes listen, a small answer waits 40 ms for the
-        # reader's acknowledgement of its head.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        name = f"[{host}]" if ":" in host else host
-        print(f"http://{name}:{listening.getsockname()[1]}/ (Ctrl-C stops)", file=sys.stderr)
-        uvicorn.run(
-            f"{__name__}:from_environment",
-            factory=True,
-            fd=listening.fileno(),
-            workers=workers,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-        )
-
-
-def from_environment() -> FastAPI:
-    """The application as each process of a server makes it."""
-    return create_app(os.environ[DB], os.environ[HOSTS].split(","))
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -232,7 +232,7 @@ def serve(
     - `nibblas index serve`
     - `nibblas index serve --port 8000 --workers 2`
     """
-    from nibblas.index.api import run_server
+    from nibblas.index.server import run_server
 
     run_server(_path(db), host, port, name or (), workers)
 
@@ -276,7 +276,7 @@ def demo(
     - `nibblas index demo`
     """
     from nibblas.index import ingest
-    from nibblas.index.api import run_server
+    from nibblas.index.server import run_server
 
     path = db or _path(None).with_name("index-demo.sqlite")
     with _writing(path) as store:

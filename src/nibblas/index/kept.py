@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nibblas.index.catalog import Catalog
 
-KEPT_BYTES = 32 << 20
+KEPT_BYTES = 128 << 20
 
 
 class Body(NamedTuple):
