@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import nibblas as nb
-from nibblas.bench.tables import TABLES, marks
+from nibblas.arena import fields
+from nibblas.bench import tables
 
 # Where there is no C compiler, modules warn that they keep weights decoded.
 pytestmark = pytest.mark.filterwarnings("ignore:nibblas. no FP4 kernel")
@@ -30,14 +31,12 @@ def test_examples_in_docstrings(name):
     assert not runner.summarize(verbose=False).failed
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_are_up_to_date(name):
-    """`python -m nibblas.bench.tables` brings them there."""
-    start, end = marks(name)
-    page, table = TABLES[name]
-    found = re.search(f"{re.escape(start)}\n(.*?)\n{re.escape(end)}", (ROOT / page).read_text(), re.DOTALL)
-    assert found
-    assert found[1] == table()
+GENERATED = tables.TABLES | {fields.PART: fields.fields_table}
+
+
+@pytest.mark.parametrize("part", GENERATED, ids=lambda part: part.name)
+def test_what_is_generated_is_up_to_date(part):
+    assert part.read() == GENERATED[part](), f"`python -m {part.module}` brings it up to date"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

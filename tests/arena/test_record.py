@@ -10,7 +10,6 @@ from arena_records import BAD, GOOD
 from jsonschema import Draft202012Validator
 
 from nibblas.arena import record as records
-from nibblas.arena.fields import DOCUMENT, END, START, fields_table
 from nibblas.arena.record import (
     CaseResult,
     Comparison,
@@ -130,10 +129,3 @@ def test_all_dataclasses_of_the_module_are_in_the_schema():
 def test_a_commitment_is_what_sha256sum_prints():
     """printf 'ab:7' | sha256sum"""
     assert commit(7, "ab") == "b7e1dfec11fd191bb4abfdfe9c58ecd7de250cda6278f0dac33b9cb642a20ca8"
-
-
-def test_the_documentation_lists_every_field():
-    """`python -m nibblas.arena.fields` brings it up to date."""
-    text = DOCUMENT.read_text()
-    assert text.count(START) == text.count(END) == 1
-    assert text.split(START)[1].split(END)[0].strip() == fields_table()

@@ -10,7 +10,7 @@ from nibblas.arena import record as records
 from nibblas.arena import run as arena_run
 from nibblas.arena.new import new
 from nibblas.arena.record import CaseResult, Environment, Protocol, Record, Seed, Statistics, TaskFacts
-from nibblas.arena.survey import END, START, entries, survey, table, write
+from nibblas.arena.survey import entries, survey, table
 
 
 @pytest.fixture
@@ -150,13 +150,3 @@ def test_a_run_is_stopped_after_its_time_and_a_persons_interrupt_goes_on(checkou
     monkeypatch.setattr(arena_run, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         survey(checkout, tmp_path / "others", "cpu", 1.0, 60.0, "^b/")
-
-
-def test_the_table_goes_between_its_marks(tmp_path):
-    document = tmp_path / "arena.md"
-    document.write_text(f"before\n{START}\nold\n{END}\nafter\n")
-    write("new \\1", document)
-    assert document.read_text() == f"before\n{START}\nnew \\1\n{END}\nafter\n"
-    document.write_text("no marks")
-    with pytest.raises(ValueError, match="0 places lie between"):
-        write("new", document)

@@ -1,14 +1,12 @@
 """The fields of a record as a table, made from its JSON Schema; this module as a program writes it to docs/arena.md."""
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from nibblas.arena.record import schema
+from nibblas.generated import Part
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "arena.md"
-START, END = "<!-- record: `python -m nibblas.arena.fields` writes this -->", "<!-- /record -->"
+PART = Part("docs/arena.md", "record", "nibblas.arena.fields")
 
 
 def fields_table() -> str:
@@ -54,12 +52,5 @@ def _resolved(field: dict[str, Any], path: str) -> tuple[dict[str, Any], str, st
     return field, " or ".join(kinds), path, ""
 
 
-def main() -> None:
-    """Bring the table in docs/arena.md up to date."""
-    text = DOCUMENT.read_text()
-    between = re.compile(f"{re.escape(START)}\n.*?{re.escape(END)}", re.DOTALL)
-    DOCUMENT.write_text(between.sub(lambda _: f"{START}\n{fields_table()}\n{END}", text))
-
-
 if __name__ == "__main__":
-    main()
+    PART.write(fields_table())

@@ -18,9 +18,9 @@ from nibblas.arena import record as records
 from nibblas.arena.problem import ArenaError, Task, read_task
 from nibblas.arena.record import CaseResult, Mode, Record
 from nibblas.arena.submission import Submission, read_submission
+from nibblas.generated import Part
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "arena.md"
-START, END = "<!-- reference-kernels: `python -m nibblas.arena.survey` writes this -->", "<!-- /reference-kernels -->"
+PART = Part("docs/arena.md", "reference-kernels", "nibblas.arena.survey")
 HEAD = ("problem", "submission", "verdict", "tests passed", "timed", "median", "95 % interval", "of floor", "notes")
 MAX_NOTE = 110
 
@@ -171,19 +171,6 @@ def table(found: list[Entry]) -> str:
     return "\n".join(lines)
 
 
-def write(text: str, document: Path = DOCUMENT) -> None:
-    """Put the table between its marks; ValueError where the document has not exactly one place for it."""
-    page, places = re.subn(
-        f"{re.escape(START)}.*?{re.escape(END)}",
-        lambda _: f"{START}\n{text}\n{END}",
-        document.read_text(),
-        flags=re.DOTALL,
-    )
-    if places != 1:
-        raise ValueError(f"{document}: {places} places lie between {START} and {END}, need one")
-    document.write_text(page)
-
-
 def _sizes(case: CaseResult) -> str:
     return ", ".join(f"{key} {value}" for key, value in case.values.items() if key != "seed")
 
@@ -215,7 +202,7 @@ def main() -> None:
         parser.error(f"{given.checkout} has no folder problems")
     found = survey(given.checkout, given.records, given.device, given.budget, given.seconds, given.only)
     if given.write:
-        write(table(found))
+        PART.write(table(found))
     else:
         print(table(found))
 

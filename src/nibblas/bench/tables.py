@@ -4,17 +4,15 @@ Which kernels answer what on which device and what is known of each, and the mea
 nibblas.bench.tables` writes them between their marks.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 from nibblas import evidence
 from nibblas.evidence import Measurement
+from nibblas.generated import Part
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
 
-ROOT = Path(__file__).parents[3]
 # The architectures we speak of, as Problem.arch names them.
 DEVICES = {
     "CPU": ("cpu",),
@@ -124,33 +122,12 @@ def _time_and_share(m: Measurement) -> str:
 
 
 TABLES = {
-    "support": ("README.md", support_table),
-    "speed": ("README.md", speed_table),
-    "figures": ("docs/kernels.md", figures_table),
+    Part("README.md", "support", "nibblas.bench.tables"): support_table,
+    Part("README.md", "speed", "nibblas.bench.tables"): speed_table,
+    Part("docs/kernels.md", "figures", "nibblas.bench.tables"): figures_table,
 }
 
 
-def marks(name: str) -> tuple[str, str]:
-    """What stands before and after a table in its file."""
-    return f"<!-- {name}: `python -m nibblas.bench.tables` writes this -->", f"<!-- /{name} -->"
-
-
-def write(name: str) -> None:
-    """Bring a table up to date in its file, between its marks."""
-    start, end = marks(name)
-    page, table = TABLES[name]
-    path = ROOT / page
-    text, found = re.subn(
-        f"{re.escape(start)}.*?{re.escape(end)}",
-        lambda _: f"{start}\n{table()}\n{end}",
-        path.read_text(),
-        flags=re.DOTALL,
-    )
-    if found != 1:
-        raise ValueError(f"{path}: {found} places lie between {start} and {end}, need one")
-    path.write_text(text)
-
-
 if __name__ == "__main__":
-    for name in TABLES:
-        write(name)
+    for part, table in TABLES.items():
+        part.write(table())
