@@ -1,4 +1,4 @@
-"""The command line. Only typer and rich are imported before a command runs, so that `--help` is quick."""
+"""The command line. Beside the package itself only typer and rich are imported before a command runs."""
 
 import json
 import os
