@@ -104,7 +104,7 @@ def test_every_e4m3_scale_becomes_its_bf16():
 def machine_code(config: Config, format, terms: int, columns: int, tmp_path) -> tuple[str, str]:
     """The assembler's report, and the code as triton's disassembler prints it ("" without triton)."""
     options = (*config.options(format, terms, columns), "--ptxas-options=--verbose")
-    content, report = cuda_module._compile(cuda_linear_sm90._source(), "sm_90a", options)
+    content, report = cuda_module._compile(cuda_module.source_of(cuda_linear_sm90.SOURCE), "sm_90a", options)
     triton = find_spec("triton")
     if triton is None:
         return report, ""

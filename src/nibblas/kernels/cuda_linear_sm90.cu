@@ -13,9 +13,6 @@
 // ROW_WARPS, K_WARPS, CLUSTER, ROW_TILES, DEPTH as above
 // MIN_BLOCKS   CTAs that must fit on a multiprocessor
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
 constexpr int SLICES = CLUSTER * K_WARPS;
@@ -30,8 +27,6 @@ constexpr int HEAD = 128;
 constexpr int ROWS = COLUMN_TILES * 8 / TERMS;           // rows of a that a CTA takes: its blockIdx.z-th so many
 constexpr int STAGE = 1024 + 32 * LANE_SCALES;          // bytes of a chunk of a tile
 
-enum { FP32, BF16, FP16 };
-
 struct Arguments {
     const uint4* codes;
     const unsigned char* scales;
@@ -45,26 +40,6 @@ struct Arguments {
     int M, N, K;
     int bias_type, out_type;
 };
-
-__device__ __forceinline__ float to_float(const unsigned char* p, int index, int type) {
-    if (type == FP32) return ((const float*)p)[index];
-    unsigned short bits = ((const unsigned short*)p)[index];
-    if (type == BF16) return __uint_as_float((u32)bits << 16);
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ void store(unsigned char* p, int index, int type, float value) {
-    if (type == FP32) {
-        ((float*)p)[index] = value;
-        return;
-    }
-    unsigned short bits;
-    if (type == BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    ((unsigned short*)p)[index] = bits;
-}
 
 // Asynchronous copies to shared memory.
 __device__ __forceinline__ void copy_16(u32 to, const void* from) {

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nibblas.formats import MXFP4, NVFP4, Format
-from nibblas.kernel import PACKAGE, Kernel
-from nibblas.kernels.cuda_module import Launch, load, missing
+from nibblas.kernel import Kernel
+from nibblas.kernels.cuda_module import Launch, load, missing, source_of
 from nibblas.layouts import (
     FRAGMENT_SCALES_MXFP4,
     FRAGMENT_SCALES_NVFP4,
@@ -33,6 +33,7 @@ from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
+SOURCE = "cuda_linear_sm90.cu"
 MAX_COLUMNS = 64
 SHARED_LIMIT = 227 * 1024
 TERMS = {torch.bfloat16: 1, torch.float16: 2}
@@ -162,11 +163,6 @@ def configure(N: int, K: int, columns: int) -> Config:
     return min(fitting, key=lambda config: estimate(config, N, K, columns))
 
 
-@cache
-def _source() -> str:
-    return (PACKAGE / "kernels" / "cuda_linear_sm90.cu").read_text()
-
-
 class _Prepared(threading.local):
     """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
 
@@ -186,7 +182,7 @@ def prepare(
     rows = config.column_tiles(columns) * 8 // terms
     shared_bytes = config.shared_bytes(format, columns, K)
     options = config.options(format, terms, columns)
-    kernel = load(_source(), "sm_90a", options, "nibblas_linear", SHARED_LIMIT, device)
+    kernel = load(source_of(SOURCE), "sm_90a", options, "nibblas_linear", SHARED_LIMIT, device)
     grid = (-(-N // config.rows) * config.cluster, L, -(-M // rows))
     return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, config.cluster, shared_bytes)
 
@@ -284,7 +280,7 @@ _kernel = partial(
     bind=bind,
     cost=cost,
     also=lambda problem: missing(),
-    sources=("kernels/cuda_linear_sm90.cu", "kernels/cuda_linear_sm90.py", "kernels/cuda_module.py"),
+    sources=tuple(f"kernels/{name}" for name in (SOURCE, "cuda_element.h", "cuda_linear_sm90.py", "cuda_module.py")),
     batched=True,
 )
 KERNELS = tuple(

@@ -28,6 +28,13 @@ def missing() -> str | None:
     return None
 
 
+@cache
+def source_of(name: str) -> str:
+    """The text of a kernel's file in this folder, behind cuda_element.h."""
+    folder = Path(__file__).parent
+    return (folder / "cuda_element.h").read_text() + (folder / name).read_text()
+
+
 def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
     """The cubin of CUDA C++ source for an arch such as "sm_90a"; options as NVRTC takes them, e.g. "-DDEPTH=4"."""
     compiler = _compiler_version()

@@ -1,0 +1,157 @@
+"""The Hopper kernel for two FP4 operands: its machine code, and what it computes, on a GPU or compiled for this CPU."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_close, poisoned_empty, random_codes, random_dense
+
+from nibblas import reference
+from nibblas.formats import NVFP4
+from nibblas.kernels import cuda_linear_fp4_sm90 as kernel
+from nibblas.kernels import cuda_module
+from nibblas.problem import Problem
+from nibblas.tensor import ScaledTensor
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+COMPILER = shutil.which("c++")
+WHERE = [
+    pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
+    pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")),
+]
+RUN = """
+extern "C" void run(const Arguments* arguments, int blocks_x, int blocks_y, int threads) {
+    run_blocks([arguments] { nibblas_linear_fp4(*arguments); }, blocks_x, blocks_y, threads);
+}
+"""
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """The device code compiled for this CPU, by the number of warps, as a function of a launch's arguments."""
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+
+    @cache
+    def compiled(warps: int) -> ctypes.CDLL:
+        source, library = folder / f"{warps}.cpp", folder / f"{warps}.so"
+        header = Path(__file__).with_name("cuda_on_cpu.h")
+        source.write_text(f'#include "{header}"\n{cuda_module.source_of(kernel.SOURCE)}{RUN}')
+        flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-DNIBBLAS_ON_CPU", f"-DWARPS={warps}"]
+        subprocess.run([COMPILER, *flags, "-o", library, source], check=True)
+        return ctypes.CDLL(str(library))
+
+    class Launch:
+        def __init__(self, M, N, K, L, device, warps):
+            assert kernel.shared_bytes(M, K, warps) <= kernel.SHARED_LIMIT
+            self.arguments = bytearray(kernel.ARGUMENTS.size)
+            self.run, self.grid = compiled(warps).run, (-(-N // kernel.ROWS), L, 32 * warps)
+
+        def __call__(self, stream):
+            self.run(bytes(self.arguments), *self.grid)
+
+    return Launch
+
+
+@pytest.fixture
+def linear(on_cpu, monkeypatch):
+    """The launch on a device, with whatever stands in for it on the CPU."""
+
+    def run(a, b, bias=None, dtype=torch.float32, warps=4):
+        device = a.data.device.type
+        if device == "cpu":
+            monkeypatch.setattr(kernel, "prepare", on_cpu)
+            monkeypatch.setattr(kernel, "_prepared", kernel._Prepared())
+            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, device)
+        kernel.launch(a, b, bias, out, warps=warps)
+        return out
+
+    return run
+
+
+def check(a, b, bias, out, what):
+    size = reference.magnitude(a, b)
+    size = size if bias is None else torch.maximum(size, bias.double().abs())
+    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)
+
+
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("warps", [4, 8, 16])
+@pytest.mark.parametrize(("L", "M", "N", "K"), [(1, 1, 40, 2048), (2, 3, 17, 640), (3, 8, 33, 128), (1, 5, 16, 1152)])
+def test_products(linear, device, warps, L, M, N, K):
+    g = generator(N)
+    a, b = (random_codes((L, rows, K), NVFP4, g, device=device) for rows in (M, N))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        bias = None if dtype == torch.float32 else random_dense((N,), torch.bfloat16, g, device)
+        small = a if dtype != torch.float16 else replace(a, global_scale=a.global_scale * 2.0**-20)
+        check(small, b, bias, linear(small, b, bias, dtype, warps), f"{dtype}")
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_every_scale_times_every_code(linear, device):
+    """One block that is not zero in each row, so that nothing hides behind a larger neighbour."""
+    scales = torch.arange(256, dtype=torch.uint8, device=device)
+    scale = torch.zeros(256, 8, dtype=torch.uint8, device=device)
+    scale[scales.long(), scales.long() % 8] = scales
+    codes = torch.stack([torch.arange(64, dtype=torch.uint8, device=device) * 37 + 11 * i for i in range(256)])
+    b = ScaledTensor(codes, scale, NVFP4, torch.ones((), device=device))
+    one = torch.full((4, 64), 0x22, dtype=torch.uint8, device=device)
+    one[1, ::2], one[2, 1::2], one[3, ::3] = 0x90, 0x07, 0xF1
+    ones = torch.full((4, 8), 0x38, dtype=torch.uint8, device=device)
+    a = ScaledTensor(one, ones, NVFP4, torch.ones((), device=device))
+    expected = reference.matmul(a, b)
+    out = linear(a, b)
+    assert expected.isnan().any(0).nonzero().flatten().tolist() == [0x7F, 0xFF]
+    torch.testing.assert_close(out.double().cpu(), expected.cpu(), rtol=2**-20, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_nan_scales_stay_in_their_column(linear, device):
+    b = random_codes((2, 40, 256), NVFP4, generator(1), nan_scales=5, device=device)
+    a = random_codes((2, 2, 256), NVFP4, generator(2), device=device)
+    check(a, b, None, linear(a, b), "NaN")
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_operands_that_lie_anywhere(linear, device):
+    g = generator(3)
+    a, b = (random_codes((2, rows, 256), NVFP4, g, device=device) for rows in (2, 20))
+    expected = linear(a, b)
+    wide = torch.cat((b.data, b.data), -1)[..., :128]
+    odd = torch.empty(b.scale.numel() + 1, dtype=torch.uint8, device=device)[1:].view(b.scale.shape).copy_(b.scale)
+    assert torch.equal(linear(a, ScaledTensor(wide, odd, NVFP4, b.global_scale)), expected)
+    last = a.data.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    assert torch.equal(linear(ScaledTensor(last, a.scale, NVFP4, a.global_scale), b), expected)
+
+
+def test_what_it_takes():
+    taken = Problem("linear", a="nvfp4", b="nvfp4", out="fp16", M=1, N=7168, K=16384, arch="sm_90")
+    (found,) = kernel.KERNELS
+    missing = cuda_module.missing()
+    assert found.why_not(taken) == missing
+    for change, why in (
+        ({"M": 9}, "at most 8 rows of a, got 9"),
+        ({"K": 16400}, "K a multiple of 128, got 16400"),
+        ({"M": 8}, "keeps a in shared memory: 270,464 bytes, there are 232,448"),
+        ({"b": "mxfp4"}, "asked for nvfp4 x mxfp4"),
+    ):
+        assert why in found.why_not(replace(taken, **change))
+
+
+@pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+@pytest.mark.parametrize("warps", [4, 8, 16])
+def test_machine_code(warps):
+    options = (f"-DWARPS={warps}", "--ptxas-options=--verbose")
+    _, report = cuda_module._compile(cuda_module.source_of(kernel.SOURCE), "sm_90a", options)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+    assert int(re.search(r"Used (\d+) registers", report)[1]) * 32 * warps <= 65536
