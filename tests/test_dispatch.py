@@ -51,6 +51,16 @@ def setting(tmp_path, monkeypatch):
     dispatch.forget()
 
 
+def test_a_choice_that_may_not_depend_on_rows_is_made_as_for_one(setting):
+    few = replace(made("few", batch_invariant=True), cost=lambda problem, line: 2.0 * problem.M)
+    many = replace(made("many", batch_invariant=True), cost=lambda problem, line: 10.0 + problem.M)
+    setting.kernels += [many, few]
+    for M in (1, 5, 100):
+        assert choose(replace(PROBLEM, M=M, batch_invariant=True), CPU) is few
+    assert choose(replace(PROBLEM, M=100), CPU) is many
+    assert [c.seconds for c in rank(replace(PROBLEM, M=100, batch_invariant=True), CPU, 1)] == [200.0, 110.0]
+
+
 def basis(kernel: Kernel, problem: Problem = PROBLEM) -> tuple[str, float]:
     (found,) = [c for c in rank(problem, CPU, 1) if c.kernel is kernel]
     return found.basis, found.seconds

@@ -650,6 +650,7 @@ def _explanations_as_dict(found: Sequence["Explanation"]) -> dict:
         "kernels": [
             {
                 "kernel": candidate.kernel.name,
+                "index": candidate.kernel.slug,
                 "b_layouts": problem.b_layouts,
                 "why_not": candidate.why_not,
                 "seconds": candidate.seconds if candidate.why_not is None else None,
@@ -686,6 +687,7 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
         )
     if len(rows) > len(unable):
         print_(table)
+        print_(f"[dim]`nibblas index show {rows[0][1].kernel.slug}` tells all that is known of the first[/]")
     else:
         print_(f"[red]{NONE_CAN}[/]")
     for line in unable:

@@ -121,6 +121,9 @@ def rank(problem: Problem, device: torch.device, threads: int) -> list[Candidate
     Evidence puts a kernel before the cost model's favourite only if it beats it by more than the noise of both.
     """
     found = [_candidate(kernel, problem, device, threads) for kernel in kernels() if kernel.op == problem.op]
+    if problem.batch_invariant and problem.M != 1:  # nor may the choice depend on M
+        places = {c.kernel.name: i for i, c in enumerate(rank(replace(problem, M=1), device, threads))}
+        return sorted(found, key=lambda c: (c.why_not is not None, places[c.kernel.name]))
     order = sorted(found, key=lambda c: (c.why_not is not None, c.seconds, c.kernel.name))
     tied = [c for c in order if c.why_not is None and c.seconds <= order[0].seconds * (1 + c.noise + order[0].noise)]
     if len(tied) > 1:

@@ -67,6 +67,11 @@ class Kernel:
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def slug(self) -> str:
+        """Its name in the index."""
+        return f"nibblas-{self.name.replace('_', '-')}"
+
     @cached_property
     def digest(self) -> str:
         """sha256 over the source files' bytes, each under its name."""

@@ -13,7 +13,7 @@ from checks import assert_close, poisoned_empty, random_codes, random_dense
 from nibblas import ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cuda_linear_sm90, cuda_module
-from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure
+from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure, configure_invariant
 from nibblas.layouts import LINEAR
 from nibblas.nn import FP4Linear
 from nibblas.tensor import ScaledTensor
@@ -135,6 +135,18 @@ def test_machine_code(format, columns, tmp_path):
     assert not re.search(r"\b(LDL|STL)\b", code)
 
 
+@pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+@pytest.mark.parametrize("columns", [1, 32])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_machine_code_of_one_chain_of_sums(format, columns, tmp_path):
+    config = configure_invariant(7168, 16384)
+    assert "-DONE_CHAIN" in config.options(format, 1, columns)
+    report, code = machine_code(config, format, 1, columns, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    products = len(re.findall(r"HMMA\.16816\.F32\.BF16", code))
+    assert not code or products == 8 * config.row_tiles * config.column_tiles(columns)
+
+
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
     made = []
@@ -245,6 +257,21 @@ def test_e8m0_scales_at_both_ends(bytes_):
     a = random_dense((4, 256), torch.bfloat16, generator(5), "cuda")
     a = a * 2.0**20 if bytes_[0] == 0 else a * 2.0**-20
     check(a, b, None, linear(a, b), str(bytes_))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_row_is_summed_alike_whatever_is_beside_it(format, dtype):
+    for N, K in ((33, 32), (130, 2880), (4096, 7168)):
+        b = prepacked(random_codes((N, K), format, generator(11), device="cuda"))
+        a = random_dense((100, K), dtype, generator(12), "cuda")
+        alone = torch.empty(1, N, device="cuda")
+        cuda_linear_sm90.launch_invariant(a[:1], b, None, alone)
+        for M in (2, 9, 17, 33, 100):
+            out = torch.empty(M, N, device="cuda")
+            cuda_linear_sm90.launch_invariant(a[:M], b, None, out)
+            assert torch.equal(out[:1], alone)
 
 
 @on_hopper

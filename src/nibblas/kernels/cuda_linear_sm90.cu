@@ -12,6 +12,7 @@
 // COLUMN_TILES tiles of 8 columns of c.T, TERMS columns for a row of a
 // ROW_WARPS, K_WARPS, CLUSTER, ROW_TILES, DEPTH as above
 // MIN_BLOCKS   CTAs that must fit on a multiprocessor
+// ONE_CHAIN    set where a column's sum must not depend on how many columns there are
 
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
@@ -321,7 +322,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
         column[n] = a_shared + min(n * 8 + g, columns - 1) * a_pitch + first * 256 + t * 16;
     }
     // Two chains of sums where one would make the tensor core wait for itself.
+#ifdef ONE_CHAIN
+    constexpr int CHAINS = 1;
+#else
     constexpr int CHAINS = COLUMN_TILES * ROW_TILES < 3 ? 2 : 1;
+#endif
     float sum[CHAINS][ROW_TILES][COLUMN_TILES][4] = {};
 
     __syncthreads();

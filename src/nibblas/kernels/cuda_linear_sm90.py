@@ -13,7 +13,7 @@ the decoding and the tensor cores take turns where they should overlap.
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
@@ -35,6 +35,7 @@ from nibblas.tensor import ScaledTensor
 
 SOURCE = "cuda_linear_sm90.cu"
 MAX_COLUMNS = 64
+INVARIANT_COLUMNS = 32
 SHARED_LIMIT = 227 * 1024
 TERMS = {torch.bfloat16: 1, torch.float16: 2}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the device code numbers them
@@ -55,6 +56,7 @@ class Config:
     depth: int = 4
     min_blocks: int = 1
     wgmma: bool = False
+    one_chain: bool = False
 
     @property
     def threads(self) -> int:
@@ -83,7 +85,9 @@ class Config:
             "DEPTH": self.depth,
             "MIN_BLOCKS": self.min_blocks,
         }
-        return tuple(f"-D{name}={value}" for name, value in values.items()) + (("-DWARPGROUPS",) if self.wgmma else ())
+        flags = {"WARPGROUPS": self.wgmma, "ONE_CHAIN": self.one_chain}
+        defined = (f"-D{name}" for name, is_set in flags.items() if is_set)
+        return (*(f"-D{name}={value}" for name, value in values.items()), *defined)
 
     def shared_bytes(self, format: Format, columns: int, K: int) -> int:
         """Shared memory of a CTA: partial sums of the rows that it writes, rings of chunks, its part of a."""
@@ -163,6 +167,16 @@ def configure(N: int, K: int, columns: int) -> Config:
     return min(fitting, key=lambda config: estimate(config, N, K, columns))
 
 
+@cache
+def configure_invariant(N: int, K: int) -> Config:
+    """The cut for b (N, K) by which a row of a is summed alike whatever is beside it: the best one for few rows that
+    can do INVARIANT_COLUMNS at a time.
+    """
+    able = [c for c in _candidates(N, K, INVARIANT_COLUMNS) if not c.wgmma]
+    fitting = (c for c in able if c.shared_bytes(NVFP4, INVARIANT_COLUMNS, K) <= SHARED_LIMIT)
+    return replace(min(fitting, key=lambda config: estimate(config, N, K, 8)), one_chain=True)
+
+
 class _Prepared(threading.local):
     """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
 
@@ -177,7 +191,7 @@ def prepare(
     format: Format, terms: int, M: int, N: int, K: int, L: int, device: int, config: Config | None = None
 ) -> Launch:
     """A launch of the kernel for these sizes, its arguments (`ARGUMENTS`) yet to be packed into it."""
-    columns = min(M * terms, MAX_COLUMNS)
+    columns = min(M * terms, INVARIANT_COLUMNS if config and config.one_chain else MAX_COLUMNS)
     config = config or configure(N, K, columns)
     rows = config.column_tiles(columns) * 8 // terms
     shared_bytes = config.shared_bytes(format, columns, K)
@@ -220,6 +234,11 @@ def _pack(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> bytes
         0 if bias is None else TYPES[bias.dtype],
         TYPES[out.dtype],
     )
+
+
+def launch_invariant(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    """`launch` by a cut that does not depend on M."""
+    launch(a, b, bias, out, config=configure_invariant(out.shape[-1], a.shape[-1]))
 
 
 def launch(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None) -> None:
@@ -271,23 +290,33 @@ def cost(problem: Problem, line: Roofline) -> float:
     return problem.L * H200 * 1e-6 * 4.4e12 / line.read_bandwidth
 
 
+def cost_invariant(problem: Problem, line: Roofline) -> float:
+    """The same of the cut that does not depend on M, for every 32 columns of c.T."""
+    columns = problem.M * TERMS[DTYPES[problem.a]]
+    config = configure_invariant(problem.N, problem.K)
+    H200 = -(-columns // INVARIANT_COLUMNS) * estimate(config, problem.N, problem.K, min(columns, INVARIANT_COLUMNS))
+    return problem.L * H200 * 1e-6 * 4.4e12 / line.read_bandwidth
+
+
 _kernel = partial(
     Kernel,
     op="linear",
     archs=("sm_90",),
     outs=tuple(DTYPES),
-    launch=launch,
-    bind=bind,
-    cost=cost,
     also=lambda problem: missing(),
     sources=tuple(f"kernels/{name}" for name in (SOURCE, "cuda_element.h", "cuda_linear_sm90.py", "cuda_module.py")),
     batched=True,
 )
 KERNELS = tuple(
     _kernel(
-        name=f"cuda_linear_sm90_{format.name}",
+        name=f"cuda_linear_sm90{suffix}_{format.name}",
         operands=(("bf16", format.name), ("fp16", format.name)),
         b_layouts=(layouts,),
+        **facts,
     )
     for format, layouts in LAYOUTS.items()
+    for suffix, facts in (
+        ("", {"launch": launch, "bind": bind, "cost": cost}),
+        ("_invariant", {"launch": launch_invariant, "cost": cost_invariant, "batch_invariant": True}),
+    )
 )

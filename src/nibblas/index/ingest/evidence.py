@@ -155,7 +155,7 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
     device_code = [path for path in kernel.sources if language_of(path) in ("cuda", "c")]
     licence = _licence()
     implementation = Implementation(
-        kebab("nibblas", kernel.name),
+        kernel.slug,
         kernel.name,
         Source("nibblas", "nibblas", revision=_version(), terms=licence),
         files=described(contents),
