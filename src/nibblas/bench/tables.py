@@ -4,11 +4,13 @@ Which kernels answer what on which device and what is known of each, and the mea
 nibblas.bench.tables` writes them between their marks.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from nibblas import evidence
 from nibblas.evidence import Measurement
+from nibblas.formats import FORMATS
 from nibblas.generated import Part
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
@@ -22,6 +24,7 @@ DEVICES = {
     "consumer Blackwell": ("sm_120",),
     "CDNA3, CDNA4": ("gfx942", "gfx950"),
 }
+FORMAT_SUFFIX = re.compile(f"_(?:{'|'.join(FORMATS)})$")
 # A use of the library: the operation, and whether its first operand is FP4.
 USES = {
     "W4A16": ("linear", False),
@@ -53,7 +56,10 @@ def support_table() -> str:
         for op, fp4 in USES.values():
             found = [k for k in kernels() if answers(k, archs, op, fp4)]
             own = [k for k in found if k.archs] or found
-            cells.append("<br>".join(f"{k.name} ({known(k, archs, fp4)})" for k in own))
+            levels: dict[str, dict[str, None]] = {}  # one line for a kernel that each format has of its own
+            for kernel in own:
+                levels.setdefault(FORMAT_SUFFIX.sub("", kernel.name), {})[known(kernel, archs, fp4)] = None
+            cells.append("<br>".join(f"{name} ({', '.join(some)})" for name, some in levels.items()))
         lines.append(f"| {device} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
