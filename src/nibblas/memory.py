@@ -1,10 +1,16 @@
-"""Sizes of this machine's caches and of its free memory."""
+"""Sizes of this machine's caches and of its free memory, and in which pages tensors lie."""
 
+import ctypes
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20  # bytes, on x86 and, by default, on ARM
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux's sys/mman.h
 
 
 def cold_bytes(device: torch.device) -> int:
@@ -33,3 +39,19 @@ def free_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, AttributeError):
         return 4 * 2**30
+
+
+def use_huge_pages(tensor: Tensor) -> None:
+    """Let a contiguous CPU tensor lie in huge pages, as far as Linux gives any; elsewhere nothing happens.
+
+    For what is read once from end to end: on a Zen 4, finding the small pages of 9 MB of cold weights took a tenth of
+    the time of a product with one row.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return
+    first = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    length = (tensor.data_ptr() + tensor.nbytes - first) // HUGE_PAGE * HUGE_PAGE
+    if length > 0:
+        madvise = ctypes.CDLL(None).madvise
+        for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):  # pages to come, and those that are there
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice)

@@ -35,6 +35,7 @@ from nibblas.kernel import Kernel
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.kernels.torch_linear import decode
 from nibblas.layouts import LINEAR, Layout
+from nibblas.memory import use_huge_pages
 from nibblas.operators import as_arguments, bind_linear, on_device
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS, dequantize, rotate
@@ -187,6 +188,7 @@ class _PackedModule(nn.Module):
         if w.ndim == 3 and kernel.b_layouts is None:  # made of linear products
             kernel, layouts = best_storage(replace(problem, op="linear", G=1), w.device)
         w = w.with_layout(*layouts)
+        use_huge_pages(w.data)
         self._keep(name, w.data, w.scale, w.global_scale, layouts)
         self._stored(kernel, problem)
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from nibblas.memory import use_huge_pages
 from nibblas.tensor import ScaledTensor
 
 AT_LEAST = 5  # rounds, however little time there is
@@ -172,9 +173,10 @@ def _copies(operand, count: int) -> list:
 
 
 def _tensor_copies(tensor: Tensor, count: int) -> list[Tensor]:
-    """Copies in one allocation, each on its own alignment."""
+    """Copies in one allocation, each on its own alignment, in huge pages as nn stores weights."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     stride = -(-max(raw.numel(), 1) // ALIGNMENT) * ALIGNMENT
     slab = torch.empty(count, stride, dtype=torch.uint8, device=tensor.device)
+    use_huge_pages(slab)
     slab[:, : raw.numel()] = raw
     return [row[: raw.numel()].view(tensor.dtype).view(tensor.shape) for row in slab]

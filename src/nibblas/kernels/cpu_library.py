@@ -273,12 +273,16 @@ def tier() -> int:
 
 
 def probe_bandwidth(threads: int) -> float:
-    """Bytes a second that threads read from memory together: the best of a few passes over 400 MB."""
+    """Bytes a second that threads read from memory together: the best of a few passes over 400 MB, in huge pages."""
     import torch
+
+    from nibblas.memory import use_huge_pages
 
     found = library()
     assert found is not None
-    buffer = torch.zeros(400_000_000, dtype=torch.uint8)
+    buffer = torch.empty(400_000_000, dtype=torch.uint8)
+    use_huge_pages(buffer)
+    buffer.zero_()
     return max(found.nibblas_probe_read(buffer.data_ptr(), buffer.nbytes, threads, tier()) for _ in range(4))
 
 
