@@ -1,9 +1,10 @@
-"""The whole index as JSON lines, without the text of sources."""
+"""Every record as JSON lines, without the text of sources, and lines of it where they may not be shown."""
 
 from collections.abc import Iterator
 
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import to_json
+from nibblas.index.lines import shown_claims
 from nibblas.index.model import Operation, Workload
 from nibblas.index.store import Store, made
 
@@ -22,8 +23,9 @@ def lines(catalog: Catalog) -> Iterator[str]:
             yield _line("operation", row["digest"], operations[row["id"]])
         for row in connection.execute("SELECT * FROM workload ORDER BY id"):
             yield _line("workload", row["digest"], made(Workload, row, operation=operations[row["operation"]]))
-        for digest in store.digests():
-            parts = {"runs": store.runs(digest), "facts": store.facts(digest), "claims": store.claims(digest)}
+        for digest, may_show in connection.execute("SELECT digest, may_show FROM implementation ORDER BY id"):
+            claims = shown_claims(store.claims(digest), may_show)
+            parts = {"runs": store.runs(digest), "facts": store.facts(digest), "claims": claims}
             yield _line("implementation", digest, store.implementation(digest), **parts)
         for event in store.events():
             yield _line("event", None, event)

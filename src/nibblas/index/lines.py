@@ -3,17 +3,20 @@
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from nibblas.index.catalog import Catalog
 from nibblas.index.documents import Card, Fastest, Ref, RunLine, Standing
 from nibblas.index.evidence_levels import Place
-from nibblas.index.model import Figure
+from nibblas.index.model import Claim, Figure
 from nibblas.index.prepared import Ranked
 
 KEPT_CARDS = 20_000
 # What a rule read of implementation i, without the line of source itself where that may not be shown.
 FINDING_BODY = "CASE WHEN i.may_show THEN finding.body ELSE json_remove(finding.body, '$.snippet') END"
+# What a catalog says of a technique is the line of source that it cites.
+CITING = "technique"
 # The figure that ranks comes with its run.
 RUNS = """
 SELECT r.id, r.digest, r.implementation, r.status, r.reason, r.claimed, r.workload, r.device, r.environment, r.seconds,
@@ -58,6 +61,11 @@ JOIN figure f ON f.run = r.id AND f.position = (
 )
 LEFT JOIN workload w ON w.id = r.workload
 """
+
+
+def shown_claims(claims: Iterable[Claim], may_show: bool) -> tuple[Claim, ...]:
+    """Claims, without the words of those that repeat a line of source where that may not be shown."""
+    return tuple(c if may_show or not c.subject.startswith(CITING) else replace(c, value=None) for c in claims)
 
 
 def run_lines(catalog: Catalog, digests: Sequence[str]) -> list[RunLine]:

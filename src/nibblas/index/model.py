@@ -264,10 +264,13 @@ class CompatFact:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a source says in its own words, kept as it stands: subject "licence", "revision digest", "lines" ..."""
+    """What a source says in its own words, kept as it stands: subject "licence", "revision digest", "lines" ...
+
+    value : the words; None only where a document leaves out a line of source that may not be shown.
+    """
 
     subject: str
-    value: str
+    value: str | None
     line: int | None = None  # of the text that was imported
 
 

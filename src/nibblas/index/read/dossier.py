@@ -25,7 +25,7 @@ from nibblas.index.documents import (
     Way,
 )
 from nibblas.index.evidence_levels import TIMING, levels
-from nibblas.index.lines import FINDING_BODY, RUNS, run_line
+from nibblas.index.lines import FINDING_BODY, RUNS, run_line, shown_claims
 from nibblas.index.model import CompatFact, Implementation
 from nibblas.index.names import technique_ref
 from nibblas.index.prepared import OBSERVED
@@ -64,7 +64,7 @@ def implementation(catalog: Catalog, name: str, include: Collection[Include] = (
         hardware=_hardware(catalog, needs, facts),
         techniques=_techniques_of(findings["technique"], "findings" in include),
         licence=licence,
-        claims=catalog.store.claims(digest),
+        claims=shown_claims(catalog.store.claims(digest), licence.shown),
         events=tuple(catalog.store.events(digest)),
     )
 
