@@ -147,6 +147,45 @@ def test_vendors_by_import():
     assert answers("try:\n    import aiter\nexcept ImportError:\n    aiter = None\n", H200).answer == "unknown"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'if arch == "sm_90a":\n    go()\n',
+        'fast = arch == "sm_90a"\n',
+        'if arch in ("sm_80", "sm_90a"):\n    go()\n',
+        'raise RuntimeError("build it with -arch=sm_90a")\n',
+        'raise RuntimeError(\n    "build it with -arch=sm_90a"\n)\n',
+        'logging.warning("slow without -arch=sm_90a")\n',
+    ],
+)
+def test_a_flag_that_is_compared_or_told_builds_nothing(text):
+    assert required("x.py", text) == []
+    assert answers(text, B200).answer == "unknown"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['flags = ["-arch=sm_90a"]\n', 'for arch in ["sm_90a"]:\n    go()\n', 'if fast: flags = ["-arch=sm_90a"]\n'],
+)
+def test_a_flag_builds(text):
+    assert answers(text, B200).answer == "no"
+
+
+def test_an_import_after_a_condition_is_no_certain_need():
+    assert answers("if torch.version.hip: import aiter\n", H200).answer == "unknown"
+
+
+def test_one_side_of_an_else_is_no_certain_need():
+    text = (
+        '#ifdef FAST\n__global__ void k() { asm("wgmma.fence.sync.aligned;"); }\n'
+        "#else\n__global__ void k() {}\n#endif\n"
+    )
+    assert answers(text, B200, path="x.cu").answer == "unknown"
+    (fact,) = [one.fact() for one in required("x.cu", text) if one.arch]
+    assert fact.reason.endswith("it is one of several ways")
+    assert answers(text.replace("#else\n__global__ void k() {}\n", ""), B200, path="x.cu").answer == "no"
+
+
 def test_what_is_not_native_is_no_hindrance():
     text = "import triton.language as tl\nacc = tl.dot_scaled(a, s, 'e2m1', b, t, 'e2m1', acc)\n"
     answer = answers(text, H200)

@@ -35,6 +35,13 @@ _PIN = re.compile(
 _DIRECTIVE = re.compile(r"^#!POPCORN\s+gpus?\s+(?P<gpus>.+)", re.IGNORECASE)
 _ARCH = re.compile(r"(?P<family>sm|compute)_(?P<number>\d+)(?P<suffix>[af+]?)")
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?P<what>ifdef|ifndef|if|elif|else|endif)\b(?P<of>[^\r\n]*)", re.MULTILINE)
+_ALTERNATIVE = re.compile(r"^[ \t]*#[ \t]*el", re.MULTILINE)
+# What stands in a line before a string that is compared with something, or told to somebody.
+_SAID_OR_ASKED = re.compile(
+    r"^\s*(?:(?:if|elif|while|assert|case|raise|throw)\b[^:]*"
+    r"|(?:[\w.]+\.)?(?:f?printf?|warn|warning|info|debug|error|exception|skip|TORCH_CHECK)\(.*)$|[=!]=\s*$"
+)
+_IMPORTS = re.compile(r"(?:import|from)\b")
 _BY_ARCH = re.compile(r"__CUDA_ARCH|__gfx|_ARCH_|SM\d+_ENABLED|__HIP_|__AMDGCN|USE_ROCM")
 _VENDORS = {"nvidia": "NVIDIA devices", "amd": "AMD devices"}
 _LONGEST_SNIPPET = 200
@@ -59,7 +66,8 @@ class Requirement:
         it promises, while it runs elsewhere too.
     arch : architectures, any of which will do, as in requirements.toml; None where it isn't about one.
     needs : a package or toolkit with its versions, "triton", "cuda>=12.8".
-    certain : False where the line is one of several ways: an import that may fail, code for some architectures only.
+    certain : False where the line is one of several ways: an import that may fail, code for some architectures only,
+        one side of an #else.
     """
 
     rule: str
@@ -75,7 +83,8 @@ class Requirement:
 
     def fact(self, path: str | None = None) -> CompatFact:
         """The same as one of the five kinds of fact."""
-        return CompatFact("required", arch=self.arch, needs=self.needs, reason=self.reason, path=path, line=self.line)
+        reason = self.reason if self.certain else f"{self.reason}; it is one of several ways"
+        return CompatFact("required", arch=self.arch, needs=self.needs, reason=reason, path=path, line=self.line)
 
 
 @dataclass(frozen=True)
@@ -243,12 +252,20 @@ def _flags(item: Item, source: Source) -> Iterator[Requirement]:
             archs.append(
                 name if name.startswith("gfx") else _later(f"sm_{number}") if "+PTX" in name else f"sm_{number}"
             )
-    if archs:
+    if archs and not _is_said_or_asked(item, source):
         arch = " ".join(dict.fromkeys(archs))
-        yield _requirement(item, source, "build-flag", 1, "build", f"built for {_said(arch)}", arch)
+        yield _requirement(item, source, "build-flag", 2, "build", f"built for {_said(arch)}", arch)
         for toolkit in {toolkit for name in archs if (toolkit := _toolkit(name))}:
             reason = f"building for {_said(arch)} needs CUDA {toolkit}"
-            yield _requirement(item, source, "build-toolkit", 1, "toolkit", reason, needs=f"cuda>={toolkit}")
+            yield _requirement(item, source, "build-toolkit", 2, "toolkit", reason, needs=f"cuda>={toolkit}")
+
+
+def _is_said_or_asked(item: Item, source: Source) -> bool:
+    number, column = source.lines.position(item.start)
+    before = source.lines.line(number)[: column - 1].rstrip("\"'rRbBuUfF")
+    if not before.strip() and number > 1:  # a string that begins its line goes on with the statement above
+        before = source.lines.line(number - 1).rstrip()
+    return _SAID_OR_ASKED.search(before) is not None
 
 
 def _line(item: Item, source: Source) -> int:
@@ -282,17 +299,17 @@ def _package(item: Item, source: Source) -> Iterator[Requirement]:
         return
     for package in tables("package"):
         if package["module"] == module:
-            # An import that is not at the margin stands under a condition, or in a function.
-            certain = not source.lines.line(_line(item, source))[:1].isspace()
+            # An import that doesn't begin at the margin stands under a condition, or in a function.
+            certain = _IMPORTS.match(source.lines.line(_line(item, source))) is not None
             arch, needs = package.get("arch"), package["package"]
             kind: RequirementKind = "vendor" if arch else "package"
             reason = f"imports {module}" + (f", which is for {_said(arch)}" if arch else "")
-            yield _requirement(item, source, "import", 1, kind, reason, arch, needs, certain)
+            yield _requirement(item, source, "import", 2, kind, reason, arch, needs, certain)
 
 
 def _guarded(text: str) -> list[tuple[int, int]]:
-    """Where the preprocessor takes code for some architectures only."""
-    if "#" not in text or not _BY_ARCH.search(text):
+    """Where the preprocessor takes code for some architectures only, or one of several ways."""
+    if "#" not in text or not (_BY_ARCH.search(text) or _ALTERNATIVE.search(text)):
         return []
     found: list[tuple[int, int]] = []
     opened: list[tuple[int, bool]] = []
@@ -302,10 +319,10 @@ def _guarded(text: str) -> list[tuple[int, int]]:
             opened.append((line.end(), by_arch))
         elif opened:
             start, was = opened.pop()
-            if was:
+            if was or what != "endif":
                 found.append((start, line.start()))
             if what != "endif":
-                opened.append((line.end(), was or by_arch))
+                opened.append((line.end(), True))
     return found
 
 
