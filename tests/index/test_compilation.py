@@ -69,6 +69,15 @@ def test_a_compile_is_a_fact_and_confirms_findings(kept):
     assert kept.check() == []
 
 
+def test_machine_code_says_nothing_of_what_was_not_compiled(kept, monkeypatch):
+    monkeypatch.setattr(
+        machine_code, "compiled", lambda path, text, arch: Compiled(arch, "nvcc 13.0", b"", None, (3, 4))
+    )
+    (outcome,) = compile_stored(kept, SLUG, "sm_100a")
+    assert (outcome.confirmed, outcome.refuted) == (1, 1)
+    assert set(said(kept)) == {"vector-access", "warp-shuffle"}
+
+
 def test_what_does_not_compile_here_is_no_fact(kept):
     (outcome,) = compile_stored(kept, SLUG, "sm_20")
     assert outcome.problem == "error: no such arch"

@@ -1,5 +1,7 @@
 """Compiling for an architecture, and findings that machine code confirms or refutes."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("tree_sitter_cuda")
@@ -55,6 +57,24 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(machine_code, "compiler", lambda: None)
     with pytest.raises(RuntimeError, match="nvcc"):
         compiled("x.cu", SOURCE, "sm_90a")
+
+
+def test_of_several_strings_only_what_was_compiled_is_told(monkeypatch):
+    class Done:
+        returncode, stderr = 0, ""
+
+    def run(command, **of):
+        Path(command[command.index("-o") + 1]).write_bytes(b"cubin")
+        return Done
+
+    monkeypatch.setattr(machine_code, "compiler", lambda: "nvcc 0")
+    monkeypatch.setattr(machine_code.subprocess, "run", run)
+    other = "__global__ void f(int* a)\n{\n    atomicAdd(a, 1);\n}\n"
+    text = f'a = """\n{SOURCE}"""\nb = """\n{other}"""\n'
+    made = compiled("x.py", text, "sm_90a")
+    assert made.fact("x.py").reason == "nvcc 0, lines 1 to 10"
+    told = {finding.line: made.holds(finding) for finding in find("x.py", text) if finding.technique == "atomics"}
+    assert told == {8: True, 14: False}
 
 
 @pytest.mark.skipif(machine_code.compiler() is None, reason="needs nvcc")

@@ -53,7 +53,8 @@ def _kept(store: Store, digest: str, path: str, text: str, made: machine_code.Co
         return Outcome(path, made.arch, made.compiler, made.problem)
     answers: list[machine_code.Confirmation] | None = None
     if machine_code.disassembler():
-        answers = machine_code.confirm(find(path, text), machine_code.disassembled(made.cubin))
+        findings = [finding for finding in find(path, text) if made.holds(finding)]
+        answers = machine_code.confirm(findings, machine_code.disassembled(made.cubin))
     with store.transaction():
         store.attach(digest, [], [fact])
         for answer in answers or ():

@@ -30,18 +30,27 @@ _ERROR = re.compile(r"error|fatal", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiler made of a source for an architecture, or why it made nothing."""
+    """What a compiler made of a source for an architecture, or why it made nothing.
+
+    lines : first and last line of the part of the file that it was given; None for all of it.
+    """
 
     arch: str
     compiler: str
     cubin: bytes | None
     problem: str | None = None
+    lines: tuple[int, int] | None = None
 
     def fact(self, path: str) -> CompatFact | None:
         """That it was compiled; None where it wasn't, which says as much of this machine as of the source."""
         if self.cubin is None:
             return None
-        return CompatFact("compiled", arch=self.arch, reason=self.compiler, path=path)
+        part = f", lines {self.lines[0]} to {self.lines[1]}" if self.lines else ""
+        return CompatFact("compiled", arch=self.arch, reason=self.compiler + part, path=path)
+
+    def holds(self, finding: TechniqueFinding) -> bool:
+        """Whether the finding stands in what was compiled: machine code says nothing of the rest."""
+        return self.lines is None or self.lines[0] <= finding.line <= self.lines[1]
 
 
 @dataclass(frozen=True)
@@ -67,24 +76,29 @@ def compiler() -> str | None:
 def compiled(path: str, text: str, arch: str) -> Compiled:
     """Compile the device code of a file, CUDA itself or in Python's strings, for an arch such as "sm_90a".
 
-    RuntimeError where no compiler is at hand, ValueError where the file holds no CUDA.
+    Of several strings it is the longest. RuntimeError where no compiler is at hand, ValueError where the file holds no
+    CUDA.
     """
     name = compiler()
     if name is None:
         raise RuntimeError("compiling needs nvcc on the path, which isn't there")
-    parts = [region.text for region in read(path, text).regions if region.language == "cuda"]
-    if not parts:
+    read_source = read(path, text)
+    regions = [region for region in read_source.regions if region.language == "cuda"]
+    if not regions:
         raise ValueError(f"{path}: no CUDA was found to compile")
+    longest = max(regions, key=lambda region: len(region.text))
+    first, last = (read_source.lines.position(at)[0] for at in (longest.start, longest.end))
+    lines = (first, last) if len(regions) > 1 else None
     with tempfile.TemporaryDirectory(prefix="nibblas-") as folder:
         source, cubin = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
-        source.write_text(max(parts, key=len), encoding="utf-8")
+        source.write_text(longest.text, encoding="utf-8")
         command = [
             "nvcc",
             f"-arch={arch}",
             "-std=c++17",
             "-cubin",
             "-w",
-            *_includes(parts),
+            *_includes(longest.text),
             "-o",
             str(cubin),
             str(source),
@@ -94,14 +108,14 @@ def compiled(path: str, text: str, arch: str) -> Compiled:
         except subprocess.TimeoutExpired:
             return Compiled(arch, name, None, f"not done after {TIMEOUT} seconds")
         if done.returncode:
-            lines = done.stderr.replace(f"{folder}/", "").splitlines()
-            return Compiled(arch, name, None, next((line for line in lines if _ERROR.search(line)), "failed"))
-        return Compiled(arch, name, cubin.read_bytes())
+            said = done.stderr.replace(f"{folder}/", "").splitlines()
+            return Compiled(arch, name, None, next((line for line in said if _ERROR.search(line)), "failed"))
+        return Compiled(arch, name, cubin.read_bytes(), lines=lines)
 
 
-def _includes(parts: list[str]) -> list[str]:
+def _includes(text: str) -> list[str]:
     """Flags for torch's and Python's headers, where they are asked for."""
-    if not any(re.search(r'#\s*include\s*[<"](?:torch|ATen|c10)/', part) for part in parts):
+    if not re.search(r'#\s*include\s*[<"](?:torch|ATen|c10)/', text):
         return []
     import sysconfig
 
