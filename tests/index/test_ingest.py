@@ -9,9 +9,11 @@ import pyarrow as pa
 import pytest
 from made_up import make_item
 from pyarrow import parquet
+from starlette.testclient import TestClient
 
 from nibblas import evidence
 from nibblas.index import synthetic
+from nibblas.index.api import create_app
 from nibblas.index.ingest import Report, add, add_own, kernelbot
 from nibblas.index.ingest.evidence import run_of
 from nibblas.index.ingest.reading import Interface, Options, Skipped, interface_of
@@ -186,6 +188,15 @@ def test_the_licence_that_a_readme_states(store, tmp_path):
     assert store.implementation("kernels-a").licence == "Apache-2.0"
 
 
+def test_a_readme_that_states_several_licences_declares_none(store, tmp_path):
+    text = "The code is licensed under the MIT license.\n\nThe kernels are licensed under CC-BY-NC-4.0.\n"
+    write(tmp_path / "kernels" / "README.md", text)
+    add(store, [write(tmp_path / "kernels" / "a.py", PYTHON)])
+    found = store.item("kernels-a")
+    assert found.implementation.licence is None
+    assert [claim.value for claim in found.claims] == ["MIT", "CC-BY-NC-4.0"]
+
+
 def test_one_file_of_several_stands_for_all(store, tmp_path):
     write(tmp_path / "kernels" / "gemm.py", PYTHON)
     device = write(tmp_path / "kernels" / "gemm.cu", "__global__ void f() {}\n")
@@ -266,6 +277,14 @@ def test_the_name_of_a_submission_that_has_none(store, tmp_path, code, name):
     assert found.implementation.limitations
 
 
+def test_a_number_without_its_problem_is_told(store, tmp_path):
+    path = write(tmp_path / "a.py", PYTHON)
+    (skipped,) = add(store, [path], Options(submission="7")).skipped
+    assert "--board or --problem" in skipped.why
+    assert store.digests() == []
+    assert add(store, [path], Options(submission="7", board="toy_gemv")).added == 1
+
+
 # Pages
 
 
@@ -325,6 +344,24 @@ def test_the_claims_of_a_saved_page(store, tmp_path):
         ("technique triton", "import triton"),
         ("technique, not cited", "something that the source does not hold"),
     }
+
+
+def test_lines_of_source_that_a_page_cites_are_not_handed_on(store, tmp_path):
+    add(store, [write(tmp_path / "page.txt", PAGE)])
+    slug = "kernelbot-toy-gemv-4242"
+    with TestClient(create_app(store.path), base_url="http://localhost") as client:
+        for address in (
+            f"/implementations/{slug}",
+            f"/implementations/{slug}.json",
+            f"/api/v1/implementations/{slug}?include=source,findings",
+            "/api/v1/exports/catalog.jsonl",
+        ):
+            text = client.get(address).text
+            assert "technique atomics" in text
+            assert "tl.atomic_add(c, v)" not in text
+    add(store, [write(tmp_path / "page.txt", PAGE)], Options(slug="open", licence="MIT"))
+    with TestClient(create_app(store.path), base_url="http://localhost") as client:
+        assert "tl.atomic_add(c, v)" in client.get("/implementations/open").text
 
 
 def test_a_page_that_kept_its_values_and_its_lines(store, tmp_path):

@@ -95,6 +95,11 @@ def test_a_tag(path, text, expression):
             "NVIDIA CORPORATION and its licensors retain all intellectual property\nand proprietary rights",
             "LicenseRef-NVIDIA-Proprietary",
         ),
+        ("License: CC-BY-NC-4.0", "CC-BY-NC-4.0"),
+        ("This file is licensed under the Business Source License 1.1", "BUSL-1.1"),
+        ("For non-commercial use only.", "LicenseRef-Non-Commercial"),
+        ("Confidential and proprietary to A Club", "LicenseRef-Confidential"),
+        ("Unauthorized copying of this file, via any medium, is\nstrictly prohibited", "LicenseRef-Confidential"),
     ],
 )
 @pytest.mark.parametrize(("path", "mark"), [("k.py", "#"), ("k.cu", "//"), ("k.cpp", " *")])
@@ -109,6 +114,7 @@ def test_a_sentence_in_a_header(sentence, expression, path, mark):
     [
         "# From a course at MIT on performance.\n",
         "# The licence is unknown.\n",
+        "# Used in research, not in commercial products; for use in tests only.\n",
         "# This is not licensed under the MIT License.\n",
         "# SPDX-License-Identifier: whatever we like\n",
         'print("SPDX-License-Identifier: MIT")\n',
@@ -221,6 +227,18 @@ def test_what_is_concluded(declared, found, expected):
     conclusion = conclude(declared, [stating(one) for one in found], "CC-BY-4.0")
     assert conclusion.expression == expected
     assert conclusion.reason.endswith(".")
+
+
+@pytest.mark.parametrize("tag", ["Apache-2.0 AND Own", "Own Software Licence", "(MIT"])
+def test_a_tag_that_can_not_be_read_makes_it_unknown(tag):
+    found = findings("k.cu", f"// SPDX-License-Identifier: {tag}\n// Licensed under the MIT License\n")
+    for declared in (None, "MIT", "Apache-2.0"):
+        conclusion = conclude(declared, found, None)
+        assert conclusion == Conclusion(None, "The tag in line 1 is no SPDX expression.")
+
+
+def test_a_declared_licence_is_named_as_spdx_names_it():
+    assert conclude("mit", [], None) == Conclusion("MIT", "MIT is declared.")
 
 
 def test_a_tag_is_more_exact_than_a_text():

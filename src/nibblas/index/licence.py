@@ -27,6 +27,7 @@ _LONGEST_LINE = 10_000  # characters that are read of one
 _HINTS = (
     *("licens", "licenc", "copyright", "spdx", "©", "public domain", "redistribution", "permission", "cc0"),
     *("(c) 1", "(c) 2", "(c)1", "(c)2"),
+    *("commercial", "use only", "purposes only", "confidential", "unauthori"),
 )
 _C_TOKEN = re.compile(
     r"""(?P<raw>\bR"(?P<fence>[^()\\\s"]{0,16})\(.*?(?:\)(?P=fence)"|\Z))
@@ -76,7 +77,10 @@ _LICENCE_REF = re.compile(r"(?:DocumentRef-[\w.-]+:)?LicenseRef-[\w.-]+")
 
 @dataclass(frozen=True)
 class LicenceFinding:
-    """A licence (an SPDX expression) or a copyright (no expression) that a file states, and its first and last line."""
+    """A licence or a copyright that a file states, and its first and last line.
+
+    expression : in SPDX's words; None for a copyright, and for a tag that SPDX can't read.
+    """
 
     expression: str | None
     method: Method
@@ -166,7 +170,11 @@ def conclude(
     closed = next((one for one in stated if not _allows(one.expression)), None)
     if closed:
         return Conclusion(closed.expression, f"Line {closed.line} states {closed.expression}.")
-    chosen, reason = normalised(declared), f"{declared} is declared"
+    unread = next((one for one in findings if one.method == "spdx-tag" and not one.expression), None)
+    if unread:
+        return Conclusion(None, f"The tag in line {unread.line} is no SPDX expression.")
+    chosen = normalised(declared)
+    reason = f"{chosen} is declared"
     if declared and not chosen:
         return Conclusion(None, f"The declared licence {declared!r} is no SPDX expression.")
     if chosen:
@@ -317,8 +325,7 @@ def _stated(block: _Block) -> Iterator[LicenceFinding]:
             expression = normalised(value)
             if not expression and _WORD.fullmatch(value):
                 expression = f"LicenseRef-{value}"  # a word of its own, such as Proprietary: known to be none of SPDX's
-            if expression:
-                yield _finding(expression, "spdx-tag", number, number, line)
+            yield _finding(expression, "spdx-tag", number, number, line)
         if not block.prose and _COPYRIGHT.search(line):
             yield _finding(None, "copyright", number, number, line)
     words, starts = _joined(block)

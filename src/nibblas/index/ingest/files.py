@@ -3,7 +3,8 @@
 A local file is known by its folder and name, not by its content: changed and added again it is a new revision. Its slug
 is made of the folder's name and its own; where that belongs to a file elsewhere, the import refuses it, and `--slug`
 gives another. The licence text that lies beside it, or above it in the same repository, is one of its files, so that
-what is concluded from it can be cited; where there is none, what a README beside it states is what is declared.
+what is concluded from it can be cited; where there is none, what a README beside it states is what is declared, if that
+is one licence.
 
 With `--problem` or `--board` it is a KernelBot submission, and with `--submission` it has the slug that KernelBot's
 number gives.
@@ -46,6 +47,8 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
     interface = interface_of(path.name, contents[path.name])
     folder = at_home(path.parent)
     source = Source("file", folder, options.revision, options.terms, options.attribution)
+    if options.submission and not problem:
+        raise ValueError(f"submission {options.submission} of which problem? --board or --problem names it")
     slug = options.slug or kebab(path.resolve().parent.name, path.stem)
     name = path.name
     if options.submission and problem:
@@ -63,7 +66,7 @@ def read(path: Path, options: Options, store: Store) -> Iterator[Read]:
         framework=interface.framework,
         entry_point=interface.entry_point,
         signature=interface.signature,
-        licence=options.licence or (claims[0].value if claims else None),
+        licence=options.licence or (claims[0].value if len({claim.value for claim in claims}) == 1 else None),
         record=path.name,
     )
     facts = kernelbot.declared(path.name, contents[path.name])

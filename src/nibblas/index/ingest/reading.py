@@ -33,7 +33,7 @@ class Options:
 
     Parameters
     ----------
-    slug : of one implementation; of a folder the prefix.
+    slug : of one implementation.
     authors, licence, terms : where the source itself doesn't say. licence is declared for the implementation, terms are
         those under which the source hands it on (SPDX expressions).
     revision, attribution : of the data set.
