@@ -65,7 +65,10 @@ def test_options_of_add(nibblas_index, tmp_path):
     assert found.source == Source("kernelbot-submission", str(tmp_path), "r1", "Apache-2.0", "thanks")
 
 
-@pytest.mark.parametrize("arguments", [["add", "--board", "x"], ["add", "a.py", "b.py", "--slug", "x"], ["add"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["add", "--board", "x"], ["add", "a.py", "b.py", "--slug", "x"], ["add", "a.py", "--slug", "A B/../c"], ["add"]],
+)
 def test_wrong_usage(nibblas_index, arguments):
     assert nibblas_index(*arguments).exit_code == 2
 
@@ -76,6 +79,7 @@ def test_search_and_show(nibblas_index, tmp_path):
     assert [card["slug"] for card in json.loads(done.stdout)["cards"]] == ["kernelbot-toy-gemv-4242"]
     assert "kernelbot-toy-gemv-4242" in nibblas_index("search", "toy").stdout.replace("\n", "")
     assert json.loads(nibblas_index("search", "nothing like it", "--json").stdout)["total"] == 0
+    assert nibblas_index("search", "nothing like it").stdout == "nothing found\n"
     shown = nibblas_index("show", "kernelbot-toy-gemv-4242").stdout
     assert "custom_kernel(data: tuple) -> int" in shown
     assert "limitation    The page says 9 lines" in shown
@@ -128,10 +132,14 @@ def test_note(nibblas_index, tmp_path):
     with pytest.raises(StoreError, match="no implementation or run"):
         nibblas_index("note", "retract", "nothing", *said)
     assert nibblas_index("note", "attest", digest, *said).exit_code == 2
+    assert nibblas_index("note", "dispute", digest, "--by", " ", "--reason", "slow").exit_code == 2
+    assert nibblas_index("note", "dispute", digest, "--by", "ann", "--reason", "").exit_code == 2
     assert nibblas_index("note", "retract", digest, *said, "--ratio", "2").exit_code == 2
 
 
 def test_scan(nibblas_index, tmp_path):
+    with pytest.raises(StoreError, match="no index there"):
+        nibblas_index("scan")
     with opened(tmp_path) as store:
         store.add(make_item())
     assert nibblas_index("scan").stdout == "1 file read by newer rules\n"

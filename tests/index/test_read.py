@@ -148,6 +148,7 @@ def test_a_facet_shows_the_most_frequent_and_what_is_chosen(catalog):
         {"timing": "fast"},
         {"answer": "maybe"},
         {"text": "a " * 33},
+        {"text": "a" * 501},
         {"uses": ("a",) * 17},
     ],
 )

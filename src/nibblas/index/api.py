@@ -353,7 +353,7 @@ def _add_reads(app: FastAPI, catalog: Catalog, answers: kept.Kept) -> None:
 
     @app.get(f"{API}/exports/catalog.jsonl", tags=["export"])
     def export(request: Request) -> Response:
-        """The whole index without the text of sources, one object a line, streamed."""
+        """Every record, without the text of sources, one object a line, streamed."""
         lines = () if request.scope.get("nibblas.head") else jsonl.lines(catalog)
         return StreamingResponse(lines, media_type="application/jsonl")
 

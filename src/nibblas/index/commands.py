@@ -81,11 +81,14 @@ def add(
     """
     from nibblas.index import ingest
     from nibblas.index.ingest.reading import Options
+    from nibblas.index.model import kebab
 
     if not paths and not own:
         raise typer.BadParameter("need a path, or --own")
     if slug and len(paths or []) != 1:
         raise typer.BadParameter(f"--slug names one implementation; got {len(paths or [])} paths")
+    if slug and slug != kebab(slug):
+        raise typer.BadParameter(f"--slug is {slug!r}, need words of a-z and 0-9 joined by hyphens: {kebab(slug)}")
     options = Options(
         slug,
         tuple(author or ()),
@@ -122,7 +125,7 @@ def scan(db: Database = None) -> None:
     """
     from nibblas.index import ingest
 
-    with _writing(db) as store, _progress("scan") as advance:
+    with _writing(db, make=False) as store, _progress("scan") as advance:
         count = ingest.scan(store, advance)
     print(f"{_some(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
 
@@ -324,6 +327,8 @@ def note(
     """
     from nibblas.index.model import Event
 
+    if not by.strip() or not reason.strip():
+        raise typer.BadParameter("what stays for good needs who says it and a reason; --by or --reason is empty")
     attests = statement is Statement.ATTEST
     if attests != (outcome is not None) or (ratio is not None and not attests):
         raise typer.BadParameter("attest needs --outcome and may have --ratio; the others have neither")
@@ -451,6 +456,9 @@ def _print_report(report: "Report") -> None:
 def _print_results(found: "Results") -> None:
     from rich.table import Table
 
+    if not found.cards:
+        print("nothing found")
+        return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("implementation", "operation", "framework", "numerics", "timing", "fastest", "licence"):
         table.add_column(name, overflow="fold", no_wrap=name == "implementation")

@@ -19,6 +19,7 @@ FACETS = ("operation", "language", "framework", "uses", "timing", "numerics", "l
 MOST_VALUES = 12  # of a facet
 KEPT_SEARCHES = 5000
 MOST_WORDS = 32  # of a text
+MOST_TEXT = 500  # characters
 MOST_TECHNIQUES = 16
 
 
@@ -50,6 +51,7 @@ def _check(query: Query) -> None:
         f"numerics: {query.numerics!r}, need one of {', '.join(NUMERICS)}": query.numerics in (None, *NUMERICS),
         f"timing: {query.timing!r}, need one of {', '.join(TIMING)}": query.timing in (None, *TIMING),
         f"answer: {query.answer!r}, need yes, no or unknown": query.answer in ("yes", "no", "unknown"),
+        f"text: more than {MOST_TEXT} characters": len(query.text) <= MOST_TEXT,
         f"text: more than {MOST_WORDS} words": len(query.text.split()) <= MOST_WORDS,
         f"techniques: more than {MOST_TECHNIQUES}": len(query.uses) + len(query.mentions) <= MOST_TECHNIQUES,
     }
