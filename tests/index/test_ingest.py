@@ -464,7 +464,7 @@ def test_rows_that_are_left_out(store, tmp_path):
         [
             "did not pass",
             "the row has no code",
-            "of another board than --boards names",
+            "of another board than --only names",
             f"{store_slug(rows[4])}: a file is called '../../escape.py', need a plain relative path"[:40],
         ]
     )

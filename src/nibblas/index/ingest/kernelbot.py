@@ -279,7 +279,7 @@ class _Rows:
         if row["submission_id"] is None:
             return Skipped(name, "the row has no submission_id")
         if self.options.boards and board not in self.options.boards:
-            return Skipped(name, "of another board than --boards names")
+            return Skipped(name, "of another board than --only names")
         if not _passed(row):
             return Skipped(name, "did not pass")
         if not fast:
