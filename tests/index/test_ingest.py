@@ -717,6 +717,8 @@ def test_own_kernels(store, measured):
         assert [fact.arch for fact in found.facts] == list(kernel.archs)
         assert found.implementation.licence == found.implementation.source.terms == "Apache-2.0"
         assert found.implementation.operation.name == kernel.op
+        written_in = {"cuda": "cuda", "cpu": "c"}.get(kernel.name.split("_")[0], "python")
+        assert found.implementation.language == written_in
     assert add_own(store).unchanged == len(kernels())
 
 

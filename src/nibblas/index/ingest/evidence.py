@@ -152,7 +152,7 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
     launcher = kernel.sources[0]
     entry = getattr(kernel.launch, "func", kernel.launch).__name__
     interface = interface_of(launcher, contents[launcher])
-    device_code = [path for path in kernel.sources if language_of(path) in ("cuda", "c")]
+    languages = {language_of(path) for path in kernel.sources}
     licence = _licence()
     implementation = Implementation(
         kernel.slug,
@@ -161,7 +161,8 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
         files=described(contents),
         operation=OPERATIONS[kernel.op],
         authors=("nibblas",),
-        language=language_of(device_code[-1]) if device_code else interface.language,
+        # Of the device code, not of its launcher; a header of CUDA reads as C by its suffix.
+        language=next((one for one in ("cuda", "c") if one in languages), interface.language),
         framework=BACKENDS.get(kernel.name.split("_")[0]),
         entry_point=f"nibblas.{launcher.removesuffix('.py').replace('/', '.')}.{entry}",
         signature=f'nibblas.{kernel.op}(..., kernel="{kernel.name}")',
