@@ -361,6 +361,11 @@ def test_backup_is_whole_and_replaces_whole(store, item, tmp_path):
     assert not list((tmp_path / "copies").glob("*.partial"))
     with pytest.raises(StoreError, match="is the index itself"):
         store.backup(store.path)
+    other = tmp_path / "kernel.py"
+    other.write_text("x = 1\n")
+    with pytest.raises(StoreError, match="no index"):
+        store.backup(other)
+    assert other.read_text() == "x = 1\n"
 
 
 def test_tensors_without_a_shape(store):

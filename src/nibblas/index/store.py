@@ -674,12 +674,17 @@ class Store:
         ]
 
     def backup(self, target: str | Path) -> Path:
-        """Copy the index as it is at one moment, while others may write; the target is replaced whole or not at all."""
+        """Copy the index as it is at one moment, while others may write; the target is replaced whole or not at all.
+
+        StoreError where the target is this index, or a file that is no SQLite database.
+        """
         target = Path(target)
         if target.is_dir():
             target = target / self.path.name
         if target.resolve() == self.path.resolve():
             raise StoreError(f"backup: {target} is the index itself")
+        if target.exists() and not _is_database(target):
+            raise StoreError(f"backup: {target} holds something that is no index; give a new file, or a folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
@@ -695,6 +700,11 @@ class Store:
         finally:
             partial.unlink(missing_ok=True)
         return target
+
+
+def _is_database(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
