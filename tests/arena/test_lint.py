@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -272,6 +273,15 @@ def test_a_problem_in_cpp(tmp_path):
     (tmp_path / "task.yml").write_text("\n".join(lines))
     with pytest.raises(ArenaError, match=r"lint needs a reference\.py"):
         lint_problem(tmp_path)
+
+
+def test_a_problem_without_cases(tmp_path, problem):
+    directory = tmp_path / "empty"
+    shutil.copytree(problem("vector_add"), directory)
+    text = (directory / "task.yml").read_text()
+    (directory / "task.yml").write_text("".join(line for line in text.splitlines(True) if "seed:" not in line))
+    with pytest.raises(ArenaError, match="neither tests nor benchmarks"):
+        lint_problem(directory)
 
 
 def test_a_folder_that_is_no_problem(tmp_path):

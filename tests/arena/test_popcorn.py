@@ -155,18 +155,23 @@ def test_exit_statuses(verdict, reason, code):
 @pytest.mark.parametrize(
     ("descriptor", "arguments", "status", "says"),
     [
-        (None, ("test", "cases"), 111, "POPCORN_FD names no descriptor"),
-        ("9", ("test",), 2, "need a mode (test, benchmark, leaderboard, profile) and a file of cases"),
-        ("9", ("script", "cases"), 2, "need a mode"),
-        ("9", ("test", "gone"), 113, "gone"),
-        ("9", ("test", "cases"), 113, "KernelBot can't read 'm: 0.5'"),
+        (None, ("test", "cases"), 111, "POPCORN_FD names no open descriptor"),
+        ("a word", ("test", "cases"), 111, "POPCORN_FD names no open descriptor"),
+        ("99999", ("test", "cases"), 111, "POPCORN_FD names no open descriptor"),
+        ("open", ("test",), 2, "need a mode (test, benchmark, leaderboard, profile) and a file of cases"),
+        ("open", ("script", "cases"), 2, "need a mode"),
+        ("open", ("test", "gone"), 113, "gone"),
+        ("open", ("test", "cases"), 113, "KernelBot can't read 'm: 0.5'"),
+        ("open", ("test", "empty"), 113, "empty has no cases"),
     ],
 )
 def test_an_evaluation_that_can_not_start(descriptor, arguments, status, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cases").write_text("m: 0.5\n")
+    (tmp_path / "empty").write_text("\n")
     monkeypatch.delenv("POPCORN_FD", raising=False)
-    if descriptor:
-        monkeypatch.setenv("POPCORN_FD", descriptor)
-    assert evaluate(arguments) == status
+    with open(tmp_path / "results", "w") as results:
+        if descriptor:
+            monkeypatch.setenv("POPCORN_FD", str(results.fileno()) if descriptor == "open" else descriptor)
+        assert evaluate(arguments) == status
     assert says in capsys.readouterr().err

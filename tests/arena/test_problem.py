@@ -26,6 +26,8 @@ FILES = [
     {"name": "reference.py", "source": "reference.py"},
     {"name": "eval.py", "source": "../eval.py"},
 ]
+HOLDS_ITSELF: list = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
 TASK = {"files": FILES, "lang": "py", "description": "Add.", "config": {"main": "eval.py"}}
 
 
@@ -109,12 +111,14 @@ def test_of_benchmarks_ranked_by_the_last_the_last_alone_is_run(directory):
         ({"timeout": 3}, "no key 'timeout'; there are files, lang, description"),
         ({"lang": None}, "lacks lang"),
         ({"lang": "rust"}, "lang is 'rust', need py or cu"),
+        ({"lang": ["py"]}, "lang is ['py'], need py or cu"),
         ({"config": {"main": "main.py"}}, "config names ['main.py'], need names among files: task.py"),
         ({"config": {"sources": ["eval.cu"]}}, "config has no key 'sources'; there are main"),
         ({"files": []}, "files is [], need a list"),
         ({"files": FILES[1:]}, "0 files have the source @SUBMISSION@, need one"),
         ({"files": [*FILES, {"name": "other.py", "source": "@SUBMISSION@"}]}, "2 files have the source @SUBMISSION@"),
         ({"files": [*FILES, FILES[1]]}, "files names 'task.py' twice"),
+        ({"files": [*FILES, {"name": "./reference.py", "source": "task.py"}]}, "files names 'reference.py' twice"),
         ({"files": [*FILES, {"name": "../up.py", "source": "task.py"}]}, "files names '../up.py', need a path that"),
         ({"files": [*FILES, {"name": "/etc/x", "source": "task.py"}]}, "files names '/etc/x', need a path that"),
         ({"files": [*FILES, {"name": "utils.py", "source": "utils.py"}]}, "utils.py, is no file"),
@@ -132,6 +136,7 @@ def test_of_benchmarks_ranked_by_the_last_the_last_alone_is_run(directory):
         ({"tests": [{"seed": 1}, {"two words": 1}]}, "tests[1] has the key 'two words', need the name of an argument"),
         ({"tests": [{"sizes": {"m": 1}}]}, "tests[0]: sizes is {'m': 1}, need a number"),
         ({"multi_gpu": True, "tests": [{"seed": 1}]}, "tests[0] has no world_size"),
+        ({"tests": [{"sizes": HOLDS_ITSELF}]}, "a value holds itself"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_needed(directory, keys, says):
@@ -192,6 +197,14 @@ def test_cuda_tasks_name_their_sources(directory):
     assert task.config == config
     assert task.submission_name == "submission.cu"
     assert "need names among files" in refused(directory, lang="cu", files=files, config={"sources": ["gone.cu"]})
+    task = read_task(written(directory, lang="cu", files=files, config={**config, "compile_flags": None}))
+    assert "compile_flags" not in task.config, "nothing given is as good as none"
+    for key, value, says in (
+        ("compile_flags", "-O3", "config's compile_flags is '-O3', need a list of words"),
+        ("include_dirs", [1], "config's include_dirs is [1], need a list of words"),
+        ("defines", ["A"], "config's defines is ['A'], need a mapping"),
+    ):
+        assert says in refused(directory, lang="cu", files=files, config={**config, key: value})
 
 
 CASES = """

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from typer.testing import CliRunner
 from nibblas.arena import record as records
 from nibblas.arena.commands import app
 from nibblas.arena.problem import ArenaError
+from nibblas.arena.record import Comparison
 from nibblas.roofline import Roofline, keep
 
 
@@ -158,6 +162,60 @@ def test_a_submission_against_itself(arena, problem, monkeypatch, tmp_path):
     assert case.floor_ns == pytest.approx(needed / 1e12 * 1e9), "a and b; the output fits into the cache"
 
 
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("def custom_kernel(data): raise ValueError('tired')", "crashed: Traceback.*tired"),
+        ("import nosuchmodule\ndef custom_kernel(data): pass", "incompatible: .*nosuchmodule"),
+        ("def custom_kernel(data): return data[0]", "wrong: call 0, "),
+        (
+            "import os, sys\nn = 0\ndef custom_kernel(data):\n    global n\n    n += 1\n"
+            "    if n == 4: os.write(int(sys.argv[1]), b'\\0\\0\\0\\2{}')\n    return data[0] + data[1]",
+            "refused: .* channel",
+        ),
+    ],
+)
+def test_what_the_other_submission_does_is_not_held_against_this_one(code, what, arena, problem, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text(code)
+    directory = problem("fill_c") if "data[0] +" not in code else problem("vector_add")
+    found = arena(directory, directory / "submission.py", mode="benchmark", against=other)
+    assert found.verdict == "correct here", found.reason
+    assert found.score is not None
+    assert found.comparison.ratios == ()
+    for case in found.cases:
+        assert case.statistics.n == len(case.samples) - 2 >= 3
+        (finding,) = case.findings
+        assert (finding.class_id, finding.severity) == ("comparison", "flag")
+        assert re.match(f"other.py was not compared: it is {what}", finding.what)
+
+
+def test_the_same_submission_fails_in_any_of_its_workers(arena, problem, tmp_path):
+    directory = problem("fill_c")
+    own = tmp_path / "own.py"
+    own.write_text("def custom_kernel(data): return data[-1].zero_()")
+    found = arena(directory, own, mode="benchmark", against=own)
+    assert verdicts(found) == [("benchmark", "wrong")]
+    assert found.all_findings == () or {finding.severity for finding in found.all_findings} == {"info"}
+
+
+def test_an_output_that_no_memory_holds_is_the_submissions_fault(arena, problem, write):
+    code = "import torch\ndef custom_kernel(data): return torch.empty(1).expand(2**46)"
+    found = arena(problem("vector_add"), write(code))
+    assert found.verdict == "crashed"
+    assert "the output has 262144.0 GiB" in found.reason
+
+
+@pytest.mark.parametrize(("mode", "key"), [("test", "tests"), ("leaderboard", "benchmarks")])
+def test_a_problem_without_cases_of_the_mode_is_refused(mode, key, arena, problem, tmp_path):
+    directory = tmp_path / "add"
+    shutil.copytree(problem("vector_add"), directory)
+    text = (directory / "task.yml").read_text()
+    (directory / "task.yml").write_text(re.sub(rf"^{key}:\n(  - .*\n)+", "", text, flags=re.MULTILINE))
+    with pytest.raises(ArenaError, match=f"add has no {key}, which mode {mode} runs"):
+        arena(directory, directory / "submission.py", mode=mode)
+
+
 def test_what_this_machine_lacks_is_incompatible(arena, problem, write):
     directory = problem("vector_add")
     found = arena(directory, write("import cutlass\ndef custom_kernel(data): pass"))
@@ -230,10 +288,33 @@ def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_ever
             assert case.statistics.n == len(case.samples) - 2 >= 3
 
 
+def test_a_run_goes_on_as_it_began_and_keeps_what_was_seen(arena, problem, tmp_path):
+    directory, other = problem("vector_add"), tmp_path / "other.py"
+    own = directory / "submission.py"
+    other.write_text(own.read_text() + "# other\n")
+    found = arena(directory, own)
+    cut = replace(found, complete=False, cases=found.cases[:1], stand_ins=("seen before",))
+    for options, what in (
+        ({"hardened": True}, "another hardened: False, this run has True"),
+        ({"dialect": "kernelbot"}, "another dialect"),
+        ({"threads": 2}, "is of 1 threads"),
+        ({"against": other}, "without --against"),
+    ):
+        with pytest.raises(ArenaError, match=what):
+            arena(directory, own, resumed=cut, **options)
+    with pytest.raises(ArenaError, match="made against submission"):
+        arena(directory, own, resumed=replace(cut, comparison=Comparison(found.submission)), against=other)
+    again = arena(directory, own, resumed=replace(cut, cases=found.cases))
+    assert again.cases == found.cases
+    assert again.stand_ins == ("seen before",)
+    assert again.isolation == found.isolation != {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["--device", "cuda"], "torch finds no GPU here"),
+        (["--device", "meta"], "need cpu, cuda"),
         (["--against", "self"], "--against compares times"),
         (["--resume", "record"], "complete"),
     ],

@@ -1,5 +1,6 @@
 """The commands `nibblas arena run | show | new | lint`. Only typer and rich are imported before one runs."""
 
+import re
 import shlex
 import signal
 import sys
@@ -44,6 +45,22 @@ class StandInChoice(StrEnum):
 Directory = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A folder with a task.yml.", show_default=False)]
 
 
+def _device(name: str | None) -> str:
+    """A device that is here, by default the first GPU; ArenaError for another one."""
+    import torch
+
+    from nibblas.arena.problem import ArenaError
+
+    gpus = torch.cuda.device_count()
+    name = name or ("cuda" if gpus else "cpu")
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if match is None:
+        raise ArenaError(f"--device {name}: need cpu, cuda, or cuda:1 and so on")
+    if name != "cpu" and int(match[1] or 0) >= gpus:
+        raise ArenaError(f"--device {name}: torch finds {f'only {gpus}' if gpus else 'no'} GPU here")
+    return name
+
+
 @app.command("run", no_args_is_help=True)
 def _run(
     problem: Directory,
@@ -79,8 +96,6 @@ def _run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
 ) -> None:
     """Run a submission on a problem and keep a record. Exits with 0 where it is correct here, else with 1."""
-    import torch
-
     from nibblas import evidence
     from nibblas.arena import popcorn as popcorn_log
     from nibblas.arena import record as records
@@ -89,9 +104,7 @@ def _run(
     from nibblas.arena.run import Options, run
     from nibblas.arena.submission import read_submission
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ArenaError(f"--device {device}: torch finds no GPU here")
+    device = _device(device)
     if against is not None and mode not in (ModeName.BENCHMARK, ModeName.LEADERBOARD):
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
     task = read_task(problem, dialect.value)
@@ -128,9 +141,9 @@ def _run(
                 progress=lambda text: status.update(text, spinner="dots"),
             )
     except KeyboardInterrupt:
-        console.print(
-            f"interrupted: {path} holds what was done, --resume {path} goes on", highlight=False, markup=False
-        )
+        if path.exists():
+            text = f"interrupted: {path} holds what was done, --resume {path} goes on"
+            console.print(text, highlight=False, markup=False)
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -199,7 +212,7 @@ def _lint(
 
     console = Console(stderr=True)
     with console.status("") as status:
-        found = lint_problem(problem, device, hardened=hardened, budget=budget, progress=status.update)
+        found = lint_problem(problem, _device(device), hardened=hardened, budget=budget, progress=status.update)
     if as_json:
         print(json.dumps([{**asdict(case), "weak": case.weak} for case in found], indent=1))
     else:

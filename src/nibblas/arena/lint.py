@@ -34,7 +34,7 @@ from nibblas.arena.coverage import coverage, gaps
 from nibblas.arena.harden import Hardener
 from nibblas.arena.mutants import MUTANTS, Kernel, Situation, rms
 from nibblas.arena.poison import output_arguments
-from nibblas.arena.problem import ArenaError, Case, Task, read_task
+from nibblas.arena.problem import TASK_FILE, ArenaError, Case, Task, read_task
 from nibblas.arena.record import Mode
 from nibblas.arena.show import clean
 
@@ -100,6 +100,8 @@ def lint_problem(
     if task.file("reference.py") is None:
         raise ArenaError(f"{task.directory}: lint needs a reference.py, and this problem (lang: {task.lang}) has none")
     cases = [(kind, case) for kind in kinds for case in _of_kind(task, kind)]
+    if not cases:
+        raise ArenaError(f"{task.directory}: {TASK_FILE} has neither tests nor benchmarks to lint")
     found: list[CaseLint] = []
     while len(found) < len(cases):
         for result in _linted(task, cases[len(found) :], device, hardened, budget, starting, progress):

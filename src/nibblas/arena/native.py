@@ -59,7 +59,7 @@ class Native:
             *config.get("compile_flags", USUAL_FLAGS),
             *target,
             *(f"-I{folder}" for folder in config.get("include_dirs", ())),
-            *(f"-D{name}={value}" for name, value in dict(config.get("defines") or {}).items()),
+            *(f"-D{name}={value}" for name, value in config.get("defines", {}).items()),
             *config["sources"],
             *(f"-l{library}" for library in self.task.libraries),
             "-o",

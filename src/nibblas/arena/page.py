@@ -75,7 +75,7 @@ def page(record: Record) -> str:
     parts = [
         _head(record),
         *(_stage(kind, list(cases)) for kind, cases in groupby(record.cases, key=lambda case: case.kind)),
-        _comparison(record.comparison) if record.comparison else "",
+        _comparison(record.comparison) if record.comparison and record.comparison.ratios else "",
         _findings(record.all_findings),
         _inputs(record.cases),
         _how(record),

@@ -273,6 +273,9 @@ class Contestant:
             raise FaultError("refused", str(error), Finding("output-type", "refuse", str(error))) from None
         except ProtocolError as error:
             raise self._forged(str(error)) from None
+        if self.memory is not None and returned.nbytes > self.memory:
+            size, limit = (n / 2**30 for n in (returned.nbytes, self.memory))
+            raise FaultError("crashed", f"the output has {size:.1f} GiB, {limit:.1f} GiB of memory are allowed")
         fds = [room(returned.nbytes), *([os.dup(made.fd)] if inspect else [])]
         try:
             fetched = self._ask("fetch", self.seconds, fds, offsets=returned.offsets, parcel=made.parcel)

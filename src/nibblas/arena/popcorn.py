@@ -108,10 +108,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     arguments : a mode, and a file with a case on each line. The results go to the file descriptor POPCORN_FD names.
     Seeds are secret in any case; POPCORN_SEED is not needed and not read.
     """
-    descriptor = os.environ.get("POPCORN_FD")
-    if not descriptor:
+    try:
+        descriptor = int(os.environ["POPCORN_FD"])
+        os.fstat(descriptor)
+    except (KeyError, ValueError, OSError):
         return _complain(
-            "POPCORN_FD names no descriptor; by hand, use `nibblas arena run . submission.py`", NO_DESCRIPTOR
+            "POPCORN_FD names no open descriptor; by hand, use `nibblas arena run . submission.py`", NO_DESCRIPTOR
         )
     modes: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
     if len(arguments) != 2 or arguments[0] not in modes:
@@ -128,7 +130,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     except (ArenaError, OSError) as error:
         return _complain(str(error), BAD_CASES)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with tempfile.TemporaryDirectory() as scratch, os.fdopen(int(descriptor), "w") as results:
+    with tempfile.TemporaryDirectory() as scratch, os.fdopen(descriptor, "w") as results:
         record = run(task, submission, Options(mode, device, dialect="kernelbot"), Path(scratch, "record.json"))
         results.write(log(record))
     return exit_code(record)
@@ -142,6 +144,8 @@ def _complain(text: str, status: int) -> int:
 def _task_here(mode: Mode, cases: Path) -> Task:
     """The problem whose files lie in the current folder, with the cases of a file."""
     lines = [line for line in cases.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ArenaError(f"{cases} has no cases")
     found = tuple(Case(parse_case(line), line) for line in lines)
     here = Path.cwd()
     names = sorted(path for path in here.glob("*.py") if path.name != SUBMISSION_NAME)

@@ -122,7 +122,7 @@ class Task:
         return self.benchmarks[-1:] if self.ranking_by == "last" else self.benchmarks
 
     def timeout(self, mode: Mode) -> float:
-        """Seconds that a whole run in this mode may take."""
+        """Seconds that a call in this mode may take; of lang cu, a run of all cases."""
         return {"test": self.test_timeout, "leaderboard": self.ranked_timeout}.get(mode, self.benchmark_timeout)
 
     def score(self, seconds: list[float]) -> float | None:
@@ -218,6 +218,8 @@ def read_task(directory: Path | str, dialect: Dialect = "nibblas") -> Task:
         return _task(directory, raw, dialect, hashlib.sha256(content).hexdigest())
     except ArenaError as error:
         raise ArenaError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ArenaError(f"{path}: a value holds itself, or lists are nested too deep") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -241,7 +243,7 @@ def _task(directory: Path, raw: Any, dialect: Dialect, digest: str) -> Task:
     known = REQUIRED_KEYS + OPTIONAL_KEYS
     _check_keys("task", raw, known, REQUIRED_KEYS)
     lang = raw["lang"]
-    if lang not in CONFIG_KEYS:
+    if lang not in list(CONFIG_KEYS):  # which can be asked for what has no hash as well
         raise ArenaError(f"lang is {lang!r}, need {' or '.join(CONFIG_KEYS)}")
     files, submission_name = _files(directory, raw["files"])
     names = [file.name for file in files] + [submission_name]
@@ -303,6 +305,7 @@ def _files(directory: Path, raw: Any) -> tuple[tuple[TaskFile, ...], str]:
         name, source = entry["name"], entry["source"]
         if not isinstance(name, str) or not is_plain(name):
             raise ArenaError(f"files names {name!r}, need a path that stays inside the working folder")
+        name = str(PurePosixPath(name))  # ./task.py is task.py
         if name in files or name in submissions:
             raise ArenaError(f"files names {name!r} twice")
         if source == SUBMISSION:
@@ -332,7 +335,12 @@ def _config(lang: str, raw: Any, names: list[str]) -> dict[str, Any]:
     wanted = [raw["main"]] if lang == "py" else raw["sources"]
     if not isinstance(wanted, list) or not wanted or not set(map(str, wanted)) <= set(names):
         raise ArenaError(f"config names {_brief(wanted)}, need names among files: {', '.join(names)}")
-    return dict(raw)
+    config = {key: value for key, value in raw.items() if value is not None}
+    for key in {"include_dirs", "compile_flags"} & config.keys():
+        _words(f"config's {key}", config[key])
+    if not isinstance(defines := config.get("defines", {}), dict):
+        raise ArenaError(f"config's defines is {_brief(defines)}, need a mapping of names to values")
+    return config
 
 
 def _timeout(key: str, value: Any) -> float:

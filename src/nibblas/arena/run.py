@@ -56,6 +56,7 @@ STAGES: dict[Mode, tuple[Mode, ...]] = {
     "leaderboard": ("test", "benchmark", "leaderboard"),
     "profile": ("profile",),
 }
+_LISTS: dict[Mode, str] = dict.fromkeys(STAGES, "benchmarks") | {"test": "tests"}  # of task.yml
 BUDGET = 30.0  # seconds for one benchmark case
 ACCEPTABLE = 0.5  # of the answer's RMS: a check that lets an element be further off accepts nearly anything
 INSPECTED = 8  # one call in so many has its data looked at again and its processes counted
@@ -111,8 +112,11 @@ def run(
     resumed : the record of an interrupted run, whose finished cases are kept; ArenaError where it is of another one.
     progress : told what is going on.
 
-    Raises KeyboardInterrupt after the record was written, so that it can be resumed.
+    Raises ArenaError where the problem has no cases of the mode, and KeyboardInterrupt after the record was written, so
+    that it can be resumed.
     """
+    if not task.cases(options.mode):
+        raise ArenaError(f"{task.name} has no {_LISTS[options.mode]}, which mode {options.mode} runs")
     hide_from_other_processes()
     return _Run(task, entry, options, output, against, resumed, progress).run()
 
@@ -168,6 +172,7 @@ class _Run:
                 timeouts={stage: self.task.timeout(stage) for stage in STAGES[self.options.mode]},
             ),
             findings=tuple(submission.static_findings(self.entry)),
+            comparison=None if self.against is None else Comparison(self.against.facts),
         )
 
     def _continued(self, old: Record) -> Record:
@@ -177,9 +182,20 @@ class _Run:
                 raise ArenaError(f"the record to resume has another {what}: {getattr(old, what)}")
         if old.environment.device != new.environment.device:
             raise ArenaError(f"the record to resume is of {old.environment.device}, this is {new.environment.device}")
+        for what in ("dialect", "hardened"):
+            theirs, ours = getattr(old.protocol, what), getattr(new.protocol, what)
+            if theirs != ours:
+                raise ArenaError(f"the record to resume has another {what}: {theirs}, this run has {ours}")
+        if old.environment.threads != new.environment.threads:
+            raise ArenaError(f"the record to resume is of {old.environment.threads} threads, use --threads")
+        theirs, ours = (record.comparison and record.comparison.against for record in (old, new))
+        if theirs != ours:
+            was = f"against {theirs.name}" if theirs else "without --against"
+            raise ArenaError(f"the record to resume was made {was}, this run compares with something else")
         done = tuple(case for case in old.cases if case.verdict != "not run")
         protocol = replace(new.protocol, seeds=old.protocol.seeds + new.protocol.seeds)
-        return replace(new, id=old.id, when=old.when, cases=done, protocol=protocol, comparison=old.comparison)
+        kept = {"id": old.id, "when": old.when, "isolation": old.isolation, "stand_ins": old.stand_ins}
+        return replace(new, **kept, cases=done, protocol=protocol, comparison=old.comparison)  # type: ignore[arg-type]
 
     def _seed(self, told: bool = False) -> Seed:
         commitment = record.commit(self.secret, self.salt)
@@ -190,7 +206,7 @@ class _Run:
         record.write(self.record, self.output)
 
     def _add(self, case: CaseResult) -> None:
-        self._keep(cases=(*self.record.cases, case))
+        self._keep(cases=(*self.record.cases, case), stand_ins=self._stand_ins())
 
     # --- the run
 
@@ -313,17 +329,17 @@ class _Run:
             verdict=verdict,
             reason=reason,
             score=self.task.score(medians) if is_ranked else None,
-            stand_ins=tuple(sorted({*self.record.stand_ins, *self._used()})),
+            stand_ins=self._stand_ins(),
             protocol=self._protocol_with_seed(),
             complete=True,
         )
         return self.record
 
-    def _used(self) -> set[str]:
-        used = set(self.judge.stand_ins) if hasattr(self, "judge") else set()
+    def _stand_ins(self) -> tuple[str, ...]:
+        used = {*self.record.stand_ins, *(self.judge.stand_ins if hasattr(self, "judge") else ())}
         for contestant in getattr(self, "contestants", ()):
             used |= contestant.used
-        return used
+        return tuple(sorted(used))
 
     def _protocol_with_seed(self) -> Protocol:
         seeds = (*self.record.protocol.seeds[: self.start], self._seed(told=True))
@@ -337,10 +353,9 @@ class _Run:
     def _case(self, kind: Mode, case: Case) -> CaseResult:
         if self.options.seed is not None and "seed" in case.values:
             case = replace(case, values={**case.values, "seed": self.options.seed})
-        done = _Case(self, kind, case)
+        done = _Case(self, kind, case, self.contestants[0])
         try:
-            for contestant in self.contestants:
-                contestant.start()
+            done.contestant.start()
             self._keep(isolation=self.contestants[0].isolation, protocol=self._protocol_as_seen())
             if kind == "test":
                 done.test()
@@ -366,10 +381,9 @@ class _Run:
         )
 
     def _compared(self, done: "_Case") -> None:
-        assert self.against is not None
-        ratios = () if self.record.comparison is None else self.record.comparison.ratios
-        if done.ratio is not None:
-            self._keep(comparison=Comparison(self.against.facts, (*ratios, done.ratio)))
+        found = self.record.comparison
+        if found is not None and done.ratio is not None:
+            self._keep(comparison=replace(found, ratios=(*found.ratios, done.ratio)))
 
     def secret_of(self, kind: Mode, case: Case, index: int) -> int:
         """The secret seed of one call of a case."""
@@ -378,10 +392,10 @@ class _Run:
 
 
 class _Case:
-    """One case in the making: its calls so far, and what they showed."""
+    """One case in the making, for one contestant: its calls so far, and what they showed."""
 
-    def __init__(self, run: _Run, kind: Mode, case: Case):
-        self.run, self.kind, self.case = run, kind, case
+    def __init__(self, run: _Run, kind: Mode, case: Case, contestant: Contestant):
+        self.run, self.kind, self.case, self.contestant = run, kind, case, contestant
         self.verdict: CaseVerdict = "correct"
         self.message, self.report = "", ""
         self.calls = 0
@@ -406,10 +420,10 @@ class _Case:
             if not self._one(index, secret=index > 0, hardened=hardened):
                 return
 
-    def benchmark(self) -> None:
+    def benchmark(self, first: int = 0) -> None:
         """Calls on fresh inputs until the stopping rule is satisfied; in ranked cases all seeds are secret."""
         rule = timing.Stopping(self.run.options.budget)
-        for index in range(1 << 30):
+        for index in range(first, 1 << 30):
             if not self._one(index, secret=index > 0 or self.kind == "leaderboard"):
                 return
             valid = timing.claimed(self.samples, self.run.record.protocol.timer)
@@ -418,40 +432,58 @@ class _Case:
         self._judge_times()
 
     def compare(self) -> None:
-        """Rounds in which all contestants get the same inputs, in shuffled order."""
+        """Rounds in which all contestants get the same inputs, in shuffled order.
+
+        The other submission is judged as this one is. Where it fails, this one goes on alone.
+        """
         run, rule = self.run, timing.Stopping(self.run.options.budget)
         timer = run.record.protocol.timer
-        own = [contestant is run.contestants[0] for contestant in run.contestants]
-        rounds: list[tuple[float, float, float]] = []
-        for index in range(1 << 30):
-            times = [0.0] * len(own)
-            with self._made(index, secret=index > 0, hardened=False) as made:
-                order = list(enumerate(run.contestants))
-                run.shuffled.shuffle(order)
-                for place, (number, contestant) in enumerate(order):
-                    sample = self._called(index, made, contestant, again=place < len(order) - 1)
-                    if sample is None:
-                        return
-                    if number == 0:
-                        self.samples.append(sample)
-                    if self._refusal() is not None:
-                        return
-                    times[number] = sample.claimed_ns[timer] or 0.0
+        sides = [self, *(_Case(run, self.kind, self.case, contestant) for contestant in run.contestants[1:])]
+        rounds: list[list[float]] = []
+        index = 0
+        while self._round(index, sides):
             if index >= timing.WARMUP:
-                rounds.append((times[0], times[1], times[2]))
+                rounds.append([side.samples[-1].claimed_ns[timer] or 0.0 for side in sides])
             ratios = [this / other for this, other, _ in rounds]
             if rule.is_reached(ratios, len(rounds), self._seconds()):
                 break
-        self._judge_times()
-        if not rounds:
-            return
-        self.ratio = timing.compared(
-            self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds]
-        )
+            index += 1
+        for side in sides:
+            side._judge_times()
+        failed = next((side for side in sides if side.verdict != "correct" or side._refusal()), None)
+        if failed is None:
+            self.ratio = timing.compared(
+                self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds]
+            )
+        elif failed.contestant.submission == run.entry:
+            self.verdict, self.message = failed.verdict, failed.message
+            self.findings |= failed.findings
+        else:
+            end = failed.result()
+            what = f"{failed.contestant.submission.path.name} was not compared: it is {end.verdict}: {end.message}"
+            self._find(Finding("comparison", "flag", " ".join(what.split())[:500]))
+            self.benchmark(len(self.samples))
+
+    def _round(self, index: int, sides: Sequence["_Case"]) -> bool:
+        """A call of each side on the same inputs; whether all may go on."""
+        order = list(sides)
+        self.run.shuffled.shuffle(order)
+        with self._made(index, secret=index > 0, hardened=False) as made:
+            for place, side in enumerate(order):
+                side.floor = self.floor
+                try:
+                    side.contestant.start()
+                    goes_on = side._sampled(index, made, again=place < len(order) - 1)
+                except FaultError as fault:
+                    side.fail(fault)
+                    goes_on = False
+                if not goes_on:
+                    return False
+        return True
 
     def profile(self) -> None:
         """One call, checked like others, then one under torch's profiler and, on a GPU, one under ncu if it is here."""
-        contestant = self.run.contestants[0]
+        contestant = self.contestant
         if not self._one(0, secret=False):
             return
         with self._made(1, secret=False, hardened=False) as made:
@@ -473,7 +505,10 @@ class _Case:
     def _one(self, index: int, *, secret: bool, hardened: bool = False) -> bool:
         """A call by the submission alone; whether the case goes on."""
         with self._made(index, secret=secret, hardened=hardened) as made:
-            sample = self._called(index, made, self.run.contestants[0], again=False)
+            return self._sampled(index, made, again=False)
+
+    def _sampled(self, index: int, made: Made, *, again: bool) -> bool:
+        sample = self._called(index, made, again=again)
         if sample is not None:
             self.samples.append(sample)
         return sample is not None and self._refusal() is None
@@ -503,32 +538,31 @@ class _Case:
             made.facts.get("read_bytes"), made.facts.get("written_bytes", 0), protocol.flush_bytes, protocol.bandwidth
         )
 
-    def _called(self, index: int, made: Made, contestant: Contestant, *, again: bool) -> Sample | None:
-        """A call of one contestant and its check; None, with the verdict set, where the case ends with it."""
-        run = self.run
-        is_own, inspect = contestant is run.contestants[0], index < 3 or index % INSPECTED == 0
+    def _called(self, index: int, made: Made, *, again: bool) -> Sample | None:
+        """A call and its check; None, with the verdict set, where the case ends with it."""
+        run, contestant = self.run, self.contestant
+        inspect = index < 3 or index % INSPECTED == 0
         elsewhere = run.shuffled.random() < 0.5
         call = contestant.call(made, run.judge.room, run.device.type, elsewhere=elsewhere, inspect=inspect)
         throttled = run.clocks.throttled()
-        self.calls += is_own
+        self.calls += 1
         before, since = contestant.processes() if inspect else [], time.monotonic()
-        good, message, errors = run.judge.check(call.returned, measure=is_own and index == 0, again=again)
+        measure = index == 0 and contestant is run.contestants[0]
+        good, message, errors = run.judge.check(call.returned, measure=measure, again=again)
         if inspect:
             self._look_at(before, contestant.processes(), time.monotonic() - since, f"call {index}")
-        if is_own:
-            self.inside.append(call.inside_ns)
-            self.outside.append(call.outside_ns)
-            self.errors = correctness.largest([*self.errors, *errors])
-            self.stand_ins |= set(call.stand_ins)
-            for name in call.changed:
-                self._find(Finding("input-mutation", "flag", f"the submission wrote to {name}", f"call {index}"))
-            if index == 0:
-                self.first_call_ns = float(call.observed_ns)
+        self.inside.append(call.inside_ns)
+        self.outside.append(call.outside_ns)
+        self.errors = correctness.largest([*self.errors, *errors])
+        self.stand_ins |= set(call.stand_ins)
+        for name in call.changed:
+            self._find(Finding("input-mutation", "flag", f"the submission wrote to {name}", f"call {index}"))
+        if index == 0:
+            self.first_call_ns = float(call.observed_ns)
         if not good:
             self.verdict = "wrong"
             seed = "the public seed" if index == 0 and self.kind != "leaderboard" else "a secret seed"
-            whose = "" if is_own else f"{contestant.submission.path.name}: "
-            self.message = f"{whose}call {index}, with {seed}: {message}"
+            self.message = f"call {index}, with {seed}: {message}"
             return None
         if message:
             self.message = message
@@ -584,7 +618,7 @@ class _Case:
     def _judge_times(self) -> None:
         protocol = self.run.record.protocol
         for finding in (
-            timing.unseen_time(self.samples, protocol.empty_call_ns or 0.0, protocol.timer),
+            timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer),
             timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
             timing.other_streams(self.samples),
             timing.outside_work(self.samples, self.outside, protocol.timer, self.run.threads),

@@ -137,7 +137,7 @@ def print_record(record: Record, console: Console) -> None:
     _print_head(record, console)
     for kind, cases in groupby(record.cases, key=lambda case: case.kind):
         _print_cases(kind, list(cases), console)
-    if record.comparison is not None:
+    if record.comparison is not None and record.comparison.ratios:
         _print_comparison(record.comparison, console)
     _print_findings(record.all_findings, console)
     _print_inputs(record, console)
