@@ -5,6 +5,7 @@ from dataclasses import replace
 from made_up import OPERATION, RUN, make_item
 
 from nibblas.index.ingest import scan
+from nibblas.index.machine_code import Confirmation
 from nibblas.index.model import (
     Environment,
     Event,
@@ -19,6 +20,7 @@ from nibblas.index.model import (
     Workload,
 )
 from nibblas.index.store import Store
+from nibblas.index.techniques import find
 
 MIT = Source("file", "~/kernels", terms="MIT")
 KERNEL = """# SPDX-License-Identifier: MIT
@@ -45,8 +47,14 @@ module = load_inline("gemv", cpp_sources="", cuda_sources="", extra_cuda_cflags=
 
 
 def custom_kernel(data):
+    add[(1,)](data[1])
     return module.gemv(*data)
 """
+# More lines with one technique, and a longer instruction, than a phone is wide.
+BUILT_FOR_B200 += (
+    "\n\nimport triton\nimport triton.language as tl\n\n@triton.jit\ndef add(c):\n"
+    + "    # atomicAdd of a warp\n    tl.atomic_add(c, 1)\n" * 12
+)
 LINEAR = Operation("linear", "linear", "gemm", ("L", "M", "N", "K"), semantics="c = a @ b.T")
 HOSTILE = '<script>alert("x")</script>'
 
@@ -71,7 +79,7 @@ def one_file(slug: str, name: str, path: str, code: str, runs: tuple[Run, ...] =
 
 
 def fill(store: Store) -> None:
-    """Two revisions, a tie, a claim, hidden source, a hostile name, a dispute, a roofline."""
+    """Two revisions, a tie, a claim, hidden source, a hostile name, a dispute, a roofline, machine code."""
     for number, code in enumerate((KERNEL, KERNEL.replace("128", "256")), 1):
         run = timed(
             RUN, 1e-5 / number, 0.9e-5 / number, 1.1e-5 / number, observed_at=f"2026-02-0{number}T00:00:00+00:00"
@@ -99,5 +107,9 @@ def fill(store: Store) -> None:
     wrong = replace(RUN, status="wrong", reason="NaN at (0, 0)", figures=(), samples=(), error=None)
     store.add(one_file("gemv-wrong", "gemv_wrong", "wrong.py", KERNEL.replace("atomic_add", "store"), (wrong,)))
     scan(store)
+    built = store.implementation("gemv-b200").digest
+    use = next(one for one in find("b200.py", BUILT_FOR_B200) if (one.technique, one.kind) == ("atomics", "use"))
+    confirmed = Confirmation(use, "confirmed", "REDG.E.ADD.F32.FTZ.RN.STRONG.GPU")
+    store.confirm(built, "b200.py", confirmed, "nvcc 13.0 for sm_100a")
     disputed = store.connection.execute("SELECT digest FROM implementation WHERE slug = 'gemv-slow'").fetchone()[0]
     store.record(Event("dispute", disputed, by="bob", reason="it was timed on a shared card"))

@@ -27,6 +27,7 @@ KINDS = {
     "search": "/search?q=gemv&language=python",
     "implementation": "/implementations/gemv-fast",
     "claimed": "/implementations/kernelbot-toy-gemv-7",
+    "many lines": "/implementations/gemv-b200",
     "hostile": "/implementations/hostile",
     "file": "/implementations/gemv-fast/files/gemv.py",
     "changes": "/implementations/gemv-fast/changes",
