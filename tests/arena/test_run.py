@@ -206,6 +206,31 @@ def test_an_output_that_no_memory_holds_is_the_submissions_fault(arena, problem,
     assert "the output has 262144.0 GiB" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ("if 'spans' in values: values['spans'] = {'host': 10**400}", "timer"),
+        ("if 'output' in values: values['output'] = {'tree': {'float': '0x1p9999'}, 'tensors': []}", "result-channel"),
+        ("fds = [1]", "result-channel"),
+    ],
+)
+def test_a_worker_that_was_taken_over_is_refused(change, finding, arena, problem, write):
+    code = f"""
+from nibblas.arena.wire import Channel
+
+def reply(self, nonce, fds=(), **values):
+    {change}
+    self._send({{"nonce": nonce, **values}}, fds)
+
+def custom_kernel(data):
+    Channel.reply = reply
+    return data[0] + data[1]
+"""
+    found = arena(problem("vector_add"), write(code))
+    assert found.verdict == "refused", found.reason
+    assert finding in {finding.class_id for finding in found.all_findings}
+
+
 @pytest.mark.parametrize(("mode", "key"), [("test", "tests"), ("leaderboard", "benchmarks")])
 def test_a_problem_without_cases_of_the_mode_is_refused(mode, key, arena, problem, tmp_path):
     directory = tmp_path / "add"

@@ -60,6 +60,11 @@ def needs():
     return check
 
 
+def test_the_standard_input_is_empty():
+    with Program("say([os.read(0, 9), os.path.samestat(os.fstat(0), os.stat(os.devnull))])") as program:
+        assert program.line() == "[b'', True]"
+
+
 def test_isolation_tells_what_is_in_force_and_why_the_rest_is_not():
     state = isolation()
     assert set(state) >= {"user", "processes", "files", "network", "ipc", "privileges", "limits"}

@@ -97,6 +97,12 @@ def test_only_the_first_block_of_comments_is_a_header(text, header):
     assert read_header(text) == header
 
 
+def test_a_header_behind_a_byte_order_mark(tmp_path, task):
+    path = tmp_path / "bom.py"
+    path.write_bytes(b"\xef\xbb\xbf#!POPCORN leaderboard add\n")
+    assert read_submission(path, task).leaderboard == "add"
+
+
 @pytest.mark.parametrize("line", ["leaderboard", "", "board x", "gpus"])
 def test_a_wrong_directive_is_refused(line):
     with pytest.raises(ArenaError, match="need !POPCORN leaderboard NAME or !POPCORN gpus NAME"):

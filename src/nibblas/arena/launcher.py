@@ -160,8 +160,7 @@ def launch(settings: Settings, told: int) -> None:
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.close(reading)
-        os.close(0)
-        os.open(os.devnull, os.O_RDONLY)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _first(settings, state, told, writing, own_user)
     os.close(told)
     os.close(writing)

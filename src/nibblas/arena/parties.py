@@ -323,7 +323,12 @@ class Contestant:
     def _ask(self, do: str, seconds: float, fds: Sequence[int] = (), **values: Any) -> dict:
         assert self.sandbox is not None
         try:
-            return self.channel.ask(do, seconds, fds, self.sandbox.look, **values)
+            reply = self.channel.ask(do, seconds, fds, self.sandbox.look, **values)
+            if sent := reply.pop("fds"):
+                for fd in sent:
+                    os.close(fd)
+                raise ProtocolError("files that nobody asked for")
+            return reply
         except TimeoutError:
             self.stop()
             raise FaultError("timeout", f"{_DOING[do]} took longer than {seconds:g} s") from None

@@ -95,7 +95,7 @@ def read_submission(path: Path | str, task: Task) -> Submission:
         if own is not None:
             raise ArenaError(f"{path}: {name} is a file of the problem, a submission can't bring another one")
         files[name] = content
-    leaderboard, gpus = read_header(files[main].decode(errors="replace"), str(path))
+    leaderboard, gpus = read_header(files[main].decode("utf-8-sig", errors="replace"), str(path))
     return Submission(path, main, files, task.lang, leaderboard, gpus)
 
 

@@ -5,7 +5,6 @@ a call of an empty function takes, seen in the same worker before it had loaded 
 its timers lie, or that does its work outside the span, disagrees with what is seen.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ EVENT_SLACK_NS, HOST_SLACK_NS = 30e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
 TAIL_NS = 20e3  # for which a device may go on after the last event of a call has come
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
+LONGEST_NS = 1e18  # of a span: 30 years
 FLOOR_SHARE = 0.75  # of a floor: measured bandwidths are those of one access pattern, others reach somewhat more
 
 
@@ -185,6 +185,6 @@ def nanoseconds(spans: object, timers: Sequence[str]) -> dict[str, float | None]
     if isinstance(spans, dict):
         for timer in timers:
             ns = spans.get(timer)
-            if isinstance(ns, int | float) and not isinstance(ns, bool) and 0 < ns < math.inf:
+            if isinstance(ns, int | float) and not isinstance(ns, bool) and 0 < ns < LONGEST_NS:
                 found[timer] = float(ns)
     return found

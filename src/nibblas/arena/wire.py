@@ -454,7 +454,7 @@ def checked(description: Any, device: str | None = None) -> Returned:
             if device is not None and fact["device"] != device:
                 raise UnsendableError(f"the submission returned a tensor on {str(fact['device'])[:20]}, need {device}")
         return Returned(tree, dtypes, shapes)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         if isinstance(error, UnsendableError):
             raise
         raise ProtocolError(f"a description of an output that is none: {type(error).__name__}") from None
