@@ -11,16 +11,14 @@ is one finding, from its first line to its last.
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Literal, cast
 
 from nibblas.index.items import Item
 from nibblas.index.parse import Source, read
-from nibblas.index.rule import Rule, Technique, matching, techniques
+from nibblas.index.rule import Rule, matching, techniques
 
 FindingKind = Literal["use", "declaration", "string", "comment"]
 KINDS: tuple[FindingKind, ...] = ("use", "declaration", "string", "comment")
@@ -42,16 +40,6 @@ class TechniqueFinding:
     kind: FindingKind
     snippet: str
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What an implementation has of one technique: how often it is used, and how often it is only mentioned."""
-
-    technique: Technique
-    uses: int
-    mentions: int
-    details: tuple[str, ...]  # of the uses, the most frequent first
 
 
 def find(path: str, text: str) -> list[TechniqueFinding]:
@@ -124,37 +112,3 @@ def _strongest(findings: Iterable[TechniqueFinding]) -> list[TechniqueFinding]:
     for finding in sorted(findings, key=lambda f: (KINDS.index(f.kind), f.line, f.column)):
         best.setdefault((finding.technique, finding.line), finding)
     return sorted(best.values(), key=lambda finding: (finding.line, finding.column, finding.technique))
-
-
-def summary(findings: Iterable[TechniqueFinding]) -> list[Summary]:
-    """What the findings of all files of an implementation come to, technique by technique; used ones first."""
-    uses: Counter[str] = Counter()
-    mentions: Counter[str] = Counter()
-    details: dict[str, Counter[str]] = {}
-    for finding in findings:
-        if finding.kind == "use":
-            uses[finding.technique] += 1
-            details.setdefault(finding.technique, Counter())[finding.detail] += 1
-        else:
-            mentions[finding.technique] += 1
-    found = [
-        Summary(
-            technique,
-            uses[technique.id],
-            mentions[technique.id],
-            tuple(detail for detail, _ in details.get(technique.id, Counter()).most_common() if detail),
-        )
-        for technique in techniques().values()
-        if uses[technique.id] or mentions[technique.id]
-    ]
-    return sorted(found, key=lambda entry: (entry.uses == 0, entry.technique.id))
-
-
-@cache
-def version() -> str:
-    """What changes whenever any rule does: the findings of another version are to be read again."""
-    import hashlib
-
-    from nibblas.index.rule import tables
-
-    return hashlib.sha256(repr([tables(kind) for kind in ("technique", "rule")]).encode()).hexdigest()[:16]
