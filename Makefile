@@ -11,7 +11,7 @@ demo: $(INSTALLED)  ## the main job: report on a real model in NVFP4 and MXFP4
 	$(BIN)/nibblas report
 
 test: $(INSTALLED)  ## all tests that this machine can run
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # by name: slow files of few tests come early
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff format --check .
