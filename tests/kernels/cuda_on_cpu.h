@@ -36,17 +36,6 @@ template <class To, class From> static inline To bits_as(From from) {
 
 static inline float __uint_as_float(uint32_t bits) { return bits_as<float>(bits); }
 
-static inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t which) {
-    const uint64_t both = (uint64_t)high << 32 | low;
-    uint32_t made = 0;
-    for (int i = 0; i < 4; i++) {
-        const uint32_t one = which >> 4 * i;
-        const uint8_t byte = both >> 8 * (one & 7);
-        made |= (uint32_t)(uint8_t)(one & 8 ? (int8_t)byte >> 7 : byte) << 8 * i;
-    }
-    return made;
-}
-
 // Fibers
 
 struct Barrier {
@@ -144,6 +133,9 @@ static inline uint16_t float_to_bf16(float value) {
     if (value != value) return 0x7FFF;
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+
+static inline uint32_t low_twice(uint32_t a) { return (a & 0xFFFF) * 0x10001u; }
+static inline uint32_t high_twice(uint32_t a) { return (a >> 16) * 0x10001u; }
 
 static inline float e4m3_to_float(uint8_t code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;

@@ -52,7 +52,7 @@ def on_cpu(tmp_path_factory):
 
     class Launch:
         def __init__(self, M, N, K, L, device, warps):
-            assert kernel.shared_bytes(M, K, warps) <= kernel.SHARED_LIMIT
+            assert kernel.shared_bytes(M, K, warps) <= cuda_module.SHARED_LIMIT_SM90
             self.arguments = bytearray(kernel.ARGUMENTS.size)
             self.run, self.grid = compiled(warps).run, (-(-N // kernel.ROWS), L, 32 * warps)
 
@@ -70,7 +70,7 @@ def linear(on_cpu, monkeypatch):
         device = a.data.device.type
         if device == "cpu":
             monkeypatch.setattr(kernel, "prepare", on_cpu)
-            monkeypatch.setattr(kernel, "_prepared", kernel._Prepared())
+            monkeypatch.setattr(kernel, "_launches", cuda_module.Launches())
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, device)
         kernel.launch(a, b, bias, out, warps=warps)

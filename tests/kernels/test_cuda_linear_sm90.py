@@ -174,7 +174,7 @@ def launched(monkeypatch):
         def __call__(self, stream):
             seen.append(cuda_linear_sm90.ARGUMENTS.unpack(self.arguments))
 
-    monkeypatch.setattr(cuda_linear_sm90, "_prepared", cuda_linear_sm90._Prepared())
+    monkeypatch.setattr(cuda_linear_sm90, "_launches", cuda_module.Launches())
     monkeypatch.setattr(cuda_linear_sm90, "prepare", lambda *_: Recorder())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     return seen
@@ -236,7 +236,7 @@ def test_every_cut_of_the_work(format, dtype, M):
         b = random_codes((N, K), format, g, scale_bytes=narrow, device="cuda")
         a, bias = random_dense((M, K), dtype, g, "cuda"), random_dense((N,), torch.bfloat16, g, "cuda")
         columns = min(M * cuda_linear_sm90.TERMS[dtype], cuda_linear_sm90.MAX_COLUMNS)
-        fits = [c for c in CONFIGS if c.shared_bytes(format, columns, K) <= cuda_linear_sm90.SHARED_LIMIT]
+        fits = [c for c in CONFIGS if c.shared_bytes(format, columns, K) <= cuda_module.SHARED_LIMIT_SM90]
         for config in (None, *fits):
             check(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")
 

@@ -1,4 +1,4 @@
-// Elements of dense tensors, as the CUDA kernels read biases and write results. Their sources are compiled behind this.
+// Elements of tensors and pairs of them, as the CUDA kernels read and write them. Their sources are compiled behind this.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -24,6 +24,19 @@ __device__ __forceinline__ u16 float_to_bf16(float value) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// One half of a pair, twice. Said so, a multiplication can read it off the pair itself.
+__device__ __forceinline__ u32 low_twice(u32 a) {
+    u32 c;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(c) : "r"(a));
+    return c;
+}
+
+__device__ __forceinline__ u32 high_twice(u32 a) {
+    u32 c;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(c) : "r"(a));
+    return c;
 }
 #endif
 

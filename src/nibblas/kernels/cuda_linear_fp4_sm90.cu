@@ -49,10 +49,6 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 }
 #endif
 
-__device__ __forceinline__ u32 low_twice(u32 a) { return __byte_perm(a, 0, 0x1010); }
-
-__device__ __forceinline__ u32 high_twice(u32 a) { return __byte_perm(a, 0, 0x3232); }
-
 // Eight codes as four pairs of fp16 times 2^-14: codes 0 and 4, 1 and 5, 2 and 6, 3 and 7. The exponent and the bit of
 // mantissa of a code become the lowest bits of the exponent and the highest of the mantissa.
 __device__ __forceinline__ void decode(u32 word, u32 scale, u32 (&pairs)[4]) {

@@ -1,14 +1,13 @@
 """c = a @ b.T, both NVFP4 in LINEAR layouts, for at most 8 rows of a on Hopper, in CUDA C++: bound by reading b once.
 
 Nothing is prepacked: the codes of b, as a lane reads them, serve as fragments of its mma, and a, decoded once a CTA
-into shared memory, has its K in the same order. K is split over the warps of a CTA, whose sums are
-added in a fixed order.
+into shared memory, has its K in the same order. K is split over the warps of a CTA, whose sums are added in a fixed
+order.
 Weakness: eight codes where they lie take 19 operations to decode, 12 in a prepacked layout; every CTA decodes a anew.
 It was compiled, and run only on a CPU that stood in for the GPU.
 """
 
 import struct
-import threading
 from functools import cache
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from nibblas.formats import NVFP4
 from nibblas.kernel import Kernel
-from nibblas.kernels.cuda_linear_sm90 import SHARED_LIMIT, TYPES
-from nibblas.kernels.cuda_module import Launch, load, missing, source_of
+from nibblas.kernels.cuda_module import SHARED_LIMIT_SM90, SOURCES, TYPES, Launch, Launches, load, missing, source_of
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
@@ -41,19 +39,12 @@ def warps_of(K: int) -> int:
     return next(warps for warps in (16, 8, 4) if warps == 4 or 4 * warps <= K // 128)
 
 
-class _Prepared(threading.local):
-    """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
-
-    def __init__(self):
-        self.launches: dict[tuple, Launch] = {}
-
-
-_prepared = _Prepared()
+_launches = Launches()
 
 
 def prepare(M: int, N: int, K: int, L: int, device: int, warps: int) -> Launch:
     """A launch of the kernel for these sizes, its arguments (`ARGUMENTS`) yet to be packed into it."""
-    kernel = load(source_of(SOURCE), "sm_90a", (f"-DWARPS={warps}",), "nibblas_linear_fp4", SHARED_LIMIT, device)
+    kernel = load(source_of(SOURCE), "sm_90a", (f"-DWARPS={warps}",), "nibblas_linear_fp4", SHARED_LIMIT_SM90, device)
     grid = (-(-N // ROWS), L, 1)
     return Launch(kernel, bytearray(ARGUMENTS.size), grid, 32 * warps, 1, shared_bytes(M, K, warps))
 
@@ -90,9 +81,7 @@ def launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *
         bias = bias.contiguous()
     device, warps = out.device.index, warps or warps_of(K)
     key = (M, N, K, L, device, warps)
-    ready = _prepared.launches.get(key)
-    if ready is None:
-        ready = _prepared.launches[key] = prepare(*key)
+    ready = _launches.get(key, lambda: prepare(*key))
     ready.arguments[:] = pack(a, b, bias, result)
     ready(torch._C._cuda_getCurrentRawStream(device))
     if result is not out:
@@ -104,8 +93,8 @@ def _why_not(problem: Problem) -> str | None:
         return f"takes at most {MAX_ROWS} rows of a, got {problem.M}"
     if problem.K % 128:
         return f"takes K a multiple of 128, got {problem.K}"
-    if (need := shared_bytes(problem.M, problem.K, warps_of(problem.K))) > SHARED_LIMIT:
-        return f"keeps a in shared memory: {need:,} bytes, there are {SHARED_LIMIT:,}"
+    if (need := shared_bytes(problem.M, problem.K, warps_of(problem.K))) > SHARED_LIMIT_SM90:
+        return f"keeps a in shared memory: {need:,} bytes, there are {SHARED_LIMIT_SM90:,}"
     if problem.L > 65535:
         return f"takes L up to 65,535, got {problem.L}"
     return missing()
@@ -134,9 +123,7 @@ KERNELS = (
         launch=launch,
         cost=cost,
         also=_why_not,
-        sources=tuple(
-            f"kernels/{name}" for name in (SOURCE, "cuda_element.h", "cuda_linear_fp4_sm90.py", "cuda_module.py")
-        ),
+        sources=(f"kernels/{SOURCE}", "kernels/cuda_linear_fp4_sm90.py", *SOURCES),
         batched=True,
     ),
 )

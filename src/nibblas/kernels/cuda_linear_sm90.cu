@@ -64,18 +64,6 @@ __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
     return c;
 }
 
-__device__ __forceinline__ u32 low_twice(u32 a) {
-    u32 c;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(c) : "r"(a));
-    return c;
-}
-
-__device__ __forceinline__ u32 high_twice(u32 a) {
-    u32 c;
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(c) : "r"(a));
-    return c;
-}
-
 // Scales of rows g (low half) and g + 8 (high half) as bf16. NVFP4: e5m3 bytes, times 2^119. MXFP4: e8m0 bytes.
 __device__ __forceinline__ u32 decode_scales(u32 word, int which) {
     if (FORMAT == 16) {

@@ -11,7 +11,6 @@ the decoding and the tensor cores take turns where they should overlap.
 """
 
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.kernel import Kernel
-from nibblas.kernels.cuda_module import Launch, load, missing, source_of
+from nibblas.kernels.cuda_module import SHARED_LIMIT_SM90, SOURCES, TYPES, Launch, Launches, load, missing, source_of
 from nibblas.layouts import (
     FRAGMENT_SCALES_MXFP4,
     FRAGMENT_SCALES_NVFP4,
@@ -36,9 +35,7 @@ from nibblas.tensor import ScaledTensor
 SOURCE = "cuda_linear_sm90.cu"
 MAX_COLUMNS = 64
 INVARIANT_COLUMNS = 32
-SHARED_LIMIT = 227 * 1024
 TERMS = {torch.bfloat16: 1, torch.float16: 2}
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the device code numbers them
 LAYOUTS = {
     NVFP4: (FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4),
     MXFP4: (FRAGMENT_SCALES_MXFP4, FRAGMENTS_MXFP4),
@@ -138,7 +135,7 @@ def estimate(config: Config, N: int, K: int, columns: int) -> float:
     tiles, chunks, column_tiles = -(-N // 16), _chunks(K), config.column_tiles(columns)
     warps, cluster = config.threads // 32, config.cluster
     CTAs = -(-N // config.rows) * cluster
-    fit = SHARED_LIMIT // (config.shared_bytes(NVFP4, columns, K) + 1024)
+    fit = SHARED_LIMIT_SM90 // (config.shared_bytes(NVFP4, columns, K) + 1024)
     resident = max(1, min(fit, 64 // warps, 2048 // warps // (112 if config.wgmma else 80)))
     at_once = CTAS_AT_ONCE[cluster]
     waves, resident = -(-CTAs // (at_once * resident)), min(resident, -(-CTAs // at_once))
@@ -163,7 +160,7 @@ def estimate(config: Config, N: int, K: int, columns: int) -> float:
 @cache
 def configure(N: int, K: int, columns: int) -> Config:
     """The cut with the least estimate for b (N, K) and so many columns of c.T (rows of a, times their terms)."""
-    fitting = (c for c in _candidates(N, K, columns) if c.shared_bytes(NVFP4, columns, K) <= SHARED_LIMIT)
+    fitting = (c for c in _candidates(N, K, columns) if c.shared_bytes(NVFP4, columns, K) <= SHARED_LIMIT_SM90)
     return min(fitting, key=lambda config: estimate(config, N, K, columns))
 
 
@@ -173,18 +170,11 @@ def configure_invariant(N: int, K: int) -> Config:
     can do INVARIANT_COLUMNS at a time.
     """
     able = [c for c in _candidates(N, K, INVARIANT_COLUMNS) if not c.wgmma]
-    fitting = (c for c in able if c.shared_bytes(NVFP4, INVARIANT_COLUMNS, K) <= SHARED_LIMIT)
+    fitting = (c for c in able if c.shared_bytes(NVFP4, INVARIANT_COLUMNS, K) <= SHARED_LIMIT_SM90)
     return replace(min(fitting, key=lambda config: estimate(config, N, K, 8)), one_chain=True)
 
 
-class _Prepared(threading.local):
-    """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
-
-    def __init__(self):
-        self.launches: dict[tuple, Launch] = {}
-
-
-_prepared = _Prepared()
+_launches = Launches()
 
 
 def prepare(
@@ -196,7 +186,7 @@ def prepare(
     rows = config.column_tiles(columns) * 8 // terms
     shared_bytes = config.shared_bytes(format, columns, K)
     options = config.options(format, terms, columns)
-    kernel = load(source_of(SOURCE), "sm_90a", options, "nibblas_linear", SHARED_LIMIT, device)
+    kernel = load(source_of(SOURCE), "sm_90a", options, "nibblas_linear", SHARED_LIMIT_SM90, device)
     grid = (-(-N // config.rows) * config.cluster, L, -(-M // rows))
     return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, config.cluster, shared_bytes)
 
@@ -204,10 +194,7 @@ def prepare(
 def _ready(format: Format, terms: int, M: int, N: int, K: int, L: int, device: int, config: Config | None) -> Launch:
     """This thread's launch for these sizes."""
     key = (format.name, terms, M, N, K, L, device, config)
-    found = _prepared.launches.get(key)
-    if found is None:
-        found = _prepared.launches[key] = prepare(format, terms, M, N, K, L, device, config)
-    return found
+    return _launches.get(key, lambda: prepare(format, terms, M, N, K, L, device, config))
 
 
 def _pack(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> bytes:
@@ -304,7 +291,7 @@ _kernel = partial(
     archs=("sm_90",),
     outs=tuple(DTYPES),
     also=lambda problem: missing(),
-    sources=tuple(f"kernels/{name}" for name in (SOURCE, "cuda_element.h", "cuda_linear_sm90.py", "cuda_module.py")),
+    sources=(f"kernels/{SOURCE}", "kernels/cuda_linear_sm90.py", *SOURCES),
     batched=True,
 )
 KERNELS = tuple(

@@ -10,11 +10,19 @@ import hashlib
 import os
 import tempfile
 import threading
+from collections.abc import Callable, Hashable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from nibblas.paths import cache_dir, writing_cache
+
+# What every kernel of this kind is made of, beside its own files.
+SOURCES = ("kernels/cuda_element.h", "kernels/cuda_module.py")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cuda_element.h numbers them
+SHARED_LIMIT_SM90 = 227 * 1024  # bytes of shared memory that a CTA may have
 
 _lock = threading.Lock()
 _loaded: dict[tuple, int] = {}
@@ -226,3 +234,17 @@ class Launch:
         result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._kernel, self._by_reference)
         _check(result, "cuOccupancyMaxActiveClusters")
         return count.value
+
+
+class Launches(threading.local):
+    """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Launch] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
+        """This thread's launch for a key, made where there is none yet."""
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return found
