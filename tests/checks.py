@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from nibblas import reference
 from nibblas.formats import E4M3, Format, as_format, pack
 from nibblas.layouts import LINEAR, TiledLayout, as_layout
 from nibblas.tensor import ScaledTensor
@@ -148,3 +149,10 @@ def _half_ulp(size: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(size.clamp(min=info.smallest_normal))
     return torch.exp2((exponent - 1).double()) * (info.eps / 2)
+
+
+def assert_product(a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, what: str) -> None:
+    """`assert_close` of a @ b.T + bias, each element compared with the size of what was added up in it."""
+    size = reference.magnitude(a, b)
+    size = size if bias is None else torch.maximum(size, bias.double().abs())
+    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)

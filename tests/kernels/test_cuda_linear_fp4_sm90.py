@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_close, poisoned_empty, random_codes, random_dense
+from checks import assert_product, poisoned_empty, random_codes, random_dense
 
 from nibblas import reference
 from nibblas.formats import NVFP4
@@ -79,12 +79,6 @@ def linear(on_cpu, monkeypatch):
     return run
 
 
-def check(a, b, bias, out, what):
-    size = reference.magnitude(a, b)
-    size = size if bias is None else torch.maximum(size, bias.double().abs())
-    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)
-
-
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("warps", [4, 8, 16])
 @pytest.mark.parametrize(("L", "M", "N", "K"), [(1, 1, 40, 2048), (2, 3, 17, 640), (3, 8, 33, 128), (1, 5, 16, 1152)])
@@ -94,7 +88,7 @@ def test_products(linear, device, warps, L, M, N, K):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         bias = None if dtype == torch.float32 else random_dense((N,), torch.bfloat16, g, device)
         small = a if dtype != torch.float16 else replace(a, global_scale=a.global_scale * 2.0**-20)
-        check(small, b, bias, linear(small, b, bias, dtype, warps), f"{dtype}")
+        assert_product(small, b, bias, linear(small, b, bias, dtype, warps), f"{dtype}")
 
 
 @pytest.mark.parametrize("device", WHERE)
@@ -119,7 +113,7 @@ def test_every_scale_times_every_code(linear, device):
 def test_nan_scales_stay_in_their_column(linear, device):
     b = random_codes((2, 40, 256), NVFP4, generator(1), nan_scales=5, device=device)
     a = random_codes((2, 2, 256), NVFP4, generator(2), device=device)
-    check(a, b, None, linear(a, b), "NaN")
+    assert_product(a, b, None, linear(a, b), "NaN")
 
 
 @pytest.mark.parametrize("device", WHERE)

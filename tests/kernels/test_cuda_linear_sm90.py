@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_close, poisoned_empty, random_codes, random_dense
+from checks import assert_product, poisoned_empty, random_codes, random_dense
 
 from nibblas import ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -34,12 +34,6 @@ def linear(a, b, bias=None, dtype=torch.float32, **options):
     out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, "cuda")
     cuda_linear_sm90.launch(a, prepacked(b), bias, out, **options)
     return out
-
-
-def check(a, b, bias, out, what):
-    size = reference.magnitude(a, b)
-    size = size if bias is None else torch.maximum(size, bias.double().abs())
-    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)
 
 
 # --- the prepacked layouts -----------------------------------------------------------------------------------------
@@ -238,7 +232,7 @@ def test_every_cut_of_the_work(format, dtype, M):
         columns = min(M * cuda_linear_sm90.TERMS[dtype], cuda_linear_sm90.MAX_COLUMNS)
         fits = [c for c in CONFIGS if c.shared_bytes(format, columns, K) <= cuda_module.SHARED_LIMIT_SM90]
         for config in (None, *fits):
-            check(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")
+            assert_product(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")
 
 
 @on_hopper
@@ -247,7 +241,7 @@ def test_every_cut_of_the_work(format, dtype, M):
 def test_nan_scales_give_nan_in_their_column(format, config):
     b = random_codes((3, 40, 256), format, generator(2), nan_scales=5, device="cuda")
     a = random_dense((3, 5, 256), torch.bfloat16, generator(3), "cuda")
-    check(a, b, None, linear(a, b, config=config), f"{format} {config}")
+    assert_product(a, b, None, linear(a, b, config=config), f"{format} {config}")
 
 
 @on_hopper
@@ -256,7 +250,7 @@ def test_e8m0_scales_at_both_ends(bytes_):
     b = random_codes((64, 256), MXFP4, generator(4), scale_bytes=bytes_, device="cuda")
     a = random_dense((4, 256), torch.bfloat16, generator(5), "cuda")
     a = a * 2.0**20 if bytes_[0] == 0 else a * 2.0**-20
-    check(a, b, None, linear(a, b), str(bytes_))
+    assert_product(a, b, None, linear(a, b), str(bytes_))
 
 
 @on_hopper
@@ -305,7 +299,7 @@ def test_a_cold_launch_can_be_captured(tmp_path, monkeypatch):
     with torch.cuda.graph(graph):
         cuda_linear_sm90.launch(a, stored, None, out, config=Config(2, 4, 2, 1, 6))
     graph.replay()
-    check(a, b, None, out, "captured")
+    assert_product(a, b, None, out, "captured")
 
 
 @on_hopper

@@ -4,14 +4,13 @@ The interpreter and each version of triton run in processes of their own. The in
 from the folder that NIBBLAS_TRITON_DIR names (`pip install --no-deps --target FOLDER triton==3.6.0`, the oldest one).
 """
 
-import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from triton_processes import VERSIONS, compiled, interpreted, needs_triton
 
 from nibblas.kernel import Kernel
 from nibblas.kernels import triton_gated_linear, triton_grouped_linear, triton_linear, triton_quantize
@@ -20,8 +19,6 @@ from nibblas.problem import Problem
 HERE = Path(__file__).parent
 KERNELS = [k for m in (triton_linear, triton_grouped_linear, triton_gated_linear, triton_quantize) for k in m.KERNELS]
 TARGETS = ("sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-OTHER = "NIBBLAS_TRITON_DIR"
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
@@ -52,27 +49,13 @@ def test_records_need_no_triton():
 @needs_triton
 def test_interpreter():
     """What the interpreter computes against the reference; see triton_interpreter/run.py."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    script = [sys.executable, str(HERE / "triton_interpreter" / "run.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count(" s\n") == 7
+    assert interpreted("run.py").count(" s\n") == 7
 
 
-@pytest.fixture(scope="module", params=["installed", OTHER])
+@pytest.fixture(scope="module", params=VERSIONS)
 def machine_code(request) -> dict[tuple[str, str], dict]:
     """Facts of the machine code of every kernel by (target, name), as one version of triton makes it."""
-    environment = dict(os.environ)
-    if request.param == OTHER:
-        if OTHER not in os.environ:
-            pytest.skip(f"{OTHER} names no folder with another triton")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ[OTHER], os.environ.get("PYTHONPATH"))))
-    elif find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    script = [sys.executable, str(HERE / "triton_compile.py"), *TARGETS]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiled(request.param, "triton_compile.py", *TARGETS)
     return {(fact["arch"], fact["name"]): fact for fact in found}
 
 

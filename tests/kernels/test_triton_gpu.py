@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from checks import assert_close, poisoned_empty, random_codes, random_dense
+from checks import assert_close, assert_product, poisoned_empty, random_codes, random_dense
 
 from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -42,12 +42,6 @@ def linear(a, b, bias=None, dtype=torch.float32, **options):
     return out
 
 
-def check(a, b, bias, out, what):
-    size = reference.magnitude(a, b)
-    size = size if bias is None else torch.maximum(size, bias.double().abs())
-    assert_close(out, reference.matmul(a, b, bias), out.dtype, K=b.K, what=what, magnitude=size)
-
-
 @pytest.mark.parametrize("M", [1, 17, 40, 64, 65, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
@@ -56,7 +50,7 @@ def test_every_config(format, dtype, M):
     b = random_codes((200, 4192), format, g, scale_bytes=NARROW[format.name], nan_scales=7, device="cuda")
     a = random_dense((M, 4192), dtype, g, "cuda")
     bias = random_dense((200,), torch.float32, g, "cuda")
-    check(a, b, bias, linear(a, b, bias), f"{format} {dtype} M={M}")
+    assert_product(a, b, bias, linear(a, b, bias), f"{format} {dtype} M={M}")
 
 
 @pytest.mark.parametrize("a_format", FORMATS)
@@ -65,7 +59,7 @@ def test_fp4_activations_of_either_format(a_format, b_format):
     g = generator(1)
     a = random_codes((70, 480), a_format, g, scale_bytes=NARROW[a_format], device="cuda")
     b = random_codes((130, 480), b_format, g, scale_bytes=NARROW[b_format], device="cuda")
-    check(a, b, None, linear(a, b, dtype=torch.bfloat16), f"{a_format} x {b_format}")
+    assert_product(a, b, None, linear(a, b, dtype=torch.bfloat16), f"{a_format} x {b_format}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -73,7 +67,7 @@ def test_every_e8m0_scale_that_fp32_can_hold(dtype):
     g = generator(2)
     b = random_codes((2000, 128), MXFP4, g, scale_bytes=(0, 240), device="cuda")
     a = random_dense((33, 128), dtype, g, "cuda")
-    check(a, b, None, linear(a, b), "e8m0 0..240")
+    assert_product(a, b, None, linear(a, b), "e8m0 0..240")
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
@@ -164,7 +158,7 @@ def test_many_rows():
     out = poisoned_empty((262_145, 16), torch.float32, "cuda")
     triton_grouped_linear.launch(x, w, offsets, None, out)
     for g, (start, end) in enumerate([(0, 65_536), (65_536, 262_145)]):
-        check(x[start:end], w[g], None, out[start:end], f"group {g}")
+        assert_product(x[start:end], w[g], None, out[start:end], f"group {g}")
 
 
 @pytest.mark.parametrize("M", [9, 130, 600])
@@ -179,7 +173,7 @@ def test_grouped_with_rows_of_no_group(M):
     assert not out[-3:].any()
     for i, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start < end:
-            check(x[start:end], w[i], None, out[start:end], f"group {i}")
+            assert_product(x[start:end], w[i], None, out[start:end], f"group {i}")
 
 
 @pytest.mark.parametrize("M", [3, 70, 300])
@@ -285,7 +279,7 @@ def test_decoded_products(format, dtype, M):
             for narrow in (dtype, torch.float32):
                 out = poisoned_empty((*shape[:-2], M, shape[-2]), narrow, "cuda")
                 triton_linear_decoded_sm90.launch(a, b.with_layout(*FRAGMENTS[format.name]), bias, out)
-                check(a, b, bias, out, f"{format} {dtype} M={M} {shape} -> {narrow}")
+                assert_product(a, b, bias, out, f"{format} {dtype} M={M} {shape} -> {narrow}")
 
 
 @on_hopper
@@ -299,7 +293,7 @@ def test_decoded_infinities_of_fp16():
     assert torch.equal(out.isnan(), exact.isnan())
     assert torch.equal(out.isinf(), exact.isinf())
     rows = [m for m in range(80) if m not in (3, 7, 9)]
-    check(a[rows], b, None, out[rows], "finite rows")
+    assert_product(a[rows], b, None, out[rows], "finite rows")
 
 
 @on_hopper

@@ -3,8 +3,6 @@
 What a GPU computes is asked in test_kernels.py and test_triton_gpu.py. Versions of triton as in test_triton.py.
 """
 
-import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton_processes import VERSIONS, compiled, interpreted, needs_triton
 
 from nibblas.kernel import Kernel
 from nibblas.kernels import cuda_linear_sm90, triton_linear_decoded_sm90
@@ -21,8 +20,6 @@ from nibblas.problem import Problem
 from nibblas.roofline import STATED
 
 HERE = Path(__file__).parent
-OTHER = "NIBBLAS_TRITON_DIR"
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def problem_of(kernel: Kernel, M: int, N: int = 7168, K: int = 16384) -> Problem:
@@ -71,27 +68,13 @@ def test_fp16_is_the_sum_of_its_terms():
 @needs_triton
 def test_interpreter():
     """Decoding and the rest of a launch against the layouts and the reference; see the script."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    script = [sys.executable, str(HERE / "triton_interpreter" / "linear_decoded_sm90.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count(" s\n") == 3
+    assert interpreted("linear_decoded_sm90.py").count(" s\n") == 3
 
 
-@pytest.fixture(scope="module", params=["installed", OTHER])
+@pytest.fixture(scope="module", params=VERSIONS)
 def machine_code(request) -> dict[str, dict]:
     """Facts of the machine code by name, as one version of triton makes it."""
-    environment = dict(os.environ)
-    if request.param == OTHER:
-        if OTHER not in os.environ:
-            pytest.skip(f"{OTHER} names no folder with another triton")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ[OTHER], os.environ.get("PYTHONPATH"))))
-    elif find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    script = [sys.executable, str(HERE / "triton_compile_linear_decoded_sm90.py")]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {fact["name"]: fact for fact in map(json.loads, done.stdout.splitlines())}
+    return {fact["name"]: fact for fact in compiled(request.param, "triton_compile_linear_decoded_sm90.py")}
 
 
 def opcodes(fact: dict, prefix: str) -> dict[str, int]:

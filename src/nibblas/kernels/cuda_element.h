@@ -1,4 +1,4 @@
-// Elements of tensors and pairs of them, as the CUDA kernels read and write them. Their sources are compiled behind this.
+// Elements of tensors, and pairs of them, as the CUDA kernels read and write them. Sources are compiled behind this.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -15,9 +15,8 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
-from checks import assert_close, poisoned_empty, random_codes, random_dense  # noqa: E402
+from checks import assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
 
-from nibblas import reference  # noqa: E402
 from nibblas.formats import FORMATS, NVFP4, Format  # noqa: E402
 from nibblas.kernels import triton_linear_decoded_sm90 as decoded  # noqa: E402
 from nibblas.kernels.torch_linear import decode  # noqa: E402
@@ -67,10 +66,7 @@ def test_product() -> None:
             for each in (None, bias, bias.float()):
                 out = poisoned_empty((*shape[:-2], M, shape[-2]), dtype)
                 decoded.launch(a, b, each, out)
-                size = reference.magnitude(a, b)
-                size = size if each is None else torch.maximum(size, each.double().abs())
-                what = f"{format} {shape} {dtype}"
-                assert_close(out, reference.matmul(a, b, each), dtype, K=b.K, what=what, magnitude=size)
+                assert_product(a, b, each, out, f"{format} {shape} {dtype}")
 
 
 def test_sums_of_terms() -> None:

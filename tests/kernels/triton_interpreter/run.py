@@ -15,7 +15,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
-from checks import assert_close, poisoned_empty, random_codes, random_dense  # noqa: E402
+from checks import assert_close, assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
 
 from nibblas import reference  # noqa: E402
 from nibblas.formats import FORMATS, MXFP4, NVFP4  # noqa: E402
@@ -43,9 +43,7 @@ def check_linear(a, b, bias, dtype, config=None, what=""):
     shape = (*b.shape[:-2], a.shape[-2], b.shape[-2])
     out = poisoned_empty(shape, dtype)
     run(triton_linear.linear_launches(a, b, bias, out, TARGET, config))
-    size = reference.magnitude(a, b)
-    size = size if bias is None else torch.maximum(size, bias.double().abs())
-    assert_close(out, reference.matmul(a, b, bias), dtype, K=b.K, what=what, magnitude=size)
+    assert_product(a, b, bias, out, what)
     return out
 
 
