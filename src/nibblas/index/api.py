@@ -64,7 +64,7 @@ Status = Literal[RunStatus, shapes.Status]
 class Asked(BaseModel):
     """A search: the fields of Query, with the words as q."""
 
-    q: Annotated[str, Field(max_length=500)] = ""
+    q: Annotated[str, Field(max_length=read.MOST_TEXT)] = ""
     operation: Word = None
     language: Word = None
     framework: Word = None
@@ -226,7 +226,9 @@ def _add_reads(app: FastAPI, catalog: Catalog, answers: kept.Kept) -> None:
         return kept.conditional(request, kept.Body(raw, "text/plain", f'"sha256:{found.sha256}"'))
 
     @app.get(f"{API}/search", response_model=shapes.Search, tags=["KernelIndex"])
-    def search(request: Request, q: Annotated[str, InQuery(max_length=500)] = "", cohort: Text = None) -> Response:
+    def search(
+        request: Request, q: Annotated[str, InQuery(max_length=read.MOST_TEXT)] = "", cohort: Text = None
+    ) -> Response:
         """Search by words: the ranks of the operation that all results belong to, or the operations to choose from."""
 
         def make() -> shapes.Search:

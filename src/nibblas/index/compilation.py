@@ -29,9 +29,9 @@ def compile_stored(store: Store, name: str, arch: str) -> list[Outcome]:
     KeyError where there is none of this name, ValueError where none of its files holds CUDA, RuntimeError without a
     compiler.
     """
-    digest = store.implementation(name).digest
+    implementation = store.implementation(name)
     outcomes = []
-    for file in store.implementation(digest).files:
+    for file in implementation.files:
         if language_of(file.path) not in ("python", "cuda", "c++"):
             continue
         text = store.content(file.sha256).decode(errors="replace")
@@ -39,7 +39,7 @@ def compile_stored(store: Store, name: str, arch: str) -> list[Outcome]:
             made = machine_code.compiled(file.path, text, arch)
         except ValueError:  # it holds no CUDA
             continue
-        outcomes.append(_kept(store, digest, file.path, text, made))
+        outcomes.append(_kept(store, implementation.digest, file.path, text, made))
     if not outcomes:
         raise ValueError(
             f"{name}: none of its files holds CUDA, so there is nothing that can be compiled without running it"

@@ -29,7 +29,8 @@ def run_server(path: Path, host: str, port: int, names: Collection[str], workers
     """
     Catalog(path).close()  # a file that can't be read is told before a process is started
     os.environ[DB], os.environ[HOSTS] = str(path), ",".join((*LOOPBACK, host, *names))
-    _listen(host, port, shared=False).close()  # a shared port would be shared with an older server as well
+    if workers > 1:
+        _listen(host, port, shared=False).close()  # a shared port would be shared with an older server as well
     listening = _listen(host, port, shared=workers > 1)
     port = listening.getsockname()[1]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}/ (Ctrl-C stops)", file=sys.stderr)

@@ -12,13 +12,14 @@ from nibblas.index.read.hardware import device, hardware
 from nibblas.index.read.limits import MOST_LIMIT
 from nibblas.index.read.operations import cohorts, operation, operations, workloads
 from nibblas.index.read.runs import STATUSES, run, runs
-from nibblas.index.read.search import FACETS, MOST_TECHNIQUES, search
+from nibblas.index.read.search import FACETS, MOST_TECHNIQUES, MOST_TEXT, search
 from nibblas.index.read.techniques import technique, techniques
 
 __all__ = [
     "FACETS",
     "MOST_LIMIT",
     "MOST_TECHNIQUES",
+    "MOST_TEXT",
     "STATUSES",
     "cohorts",
     "compare",
