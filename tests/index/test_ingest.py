@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pyarrow as pa
@@ -720,6 +721,13 @@ def test_own_kernels(store, measured):
         written_in = {"cuda": "cuda", "cpu": "c"}.get(kernel.name.split("_")[0], "python")
         assert found.implementation.language == written_in
     assert add_own(store).unchanged == len(kernels())
+
+
+def test_own_entry_points_are_there(store):
+    add_own(store)
+    for digest in store.digests():
+        module, _, function = store.implementation(digest).entry_point.rpartition(".")
+        assert callable(getattr(import_module(module), function))
 
 
 def test_a_measurement_becomes_a_run(store, measured):

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nibblas.index.ingest.reading import Attached, Options, Read, Skipped, described, interface_of
+from nibblas.index.ingest.reading import Attached, Options, Read, Skipped, described
 from nibblas.index.model import (
     CompatFact,
     Environment,
@@ -149,9 +149,7 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
     from nibblas.kernel import PACKAGE
 
     contents = {source: (PACKAGE / source).read_bytes() for source in kernel.sources}
-    launcher = kernel.sources[0]
-    entry = getattr(kernel.launch, "func", kernel.launch).__name__
-    interface = interface_of(launcher, contents[launcher])
+    launch = getattr(kernel.launch, "func", kernel.launch)
     languages = {language_of(path) for path in kernel.sources}
     licence = _licence()
     implementation = Implementation(
@@ -162,9 +160,9 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
         operation=OPERATIONS[kernel.op],
         authors=("nibblas",),
         # Of the device code, not of its launcher; a header of CUDA reads as C by its suffix.
-        language=next((one for one in ("cuda", "c") if one in languages), interface.language),
+        language=next((one for one in ("cuda", "c") if one in languages), "python"),
         framework=BACKENDS.get(kernel.name.split("_")[0]),
-        entry_point=f"nibblas.{launcher.removesuffix('.py').replace('/', '.')}.{entry}",
+        entry_point=f"{launch.__module__}.{launch.__qualname__}",
         signature=f'nibblas.{kernel.op}(..., kernel="{kernel.name}")',
         tensors=_tensors(kernel),
         origin="unknown",
