@@ -50,7 +50,7 @@ def fp4(values: Tensor, format: Format, scale: Tensor | None = None, global_scal
     """e2m1 values (.., K) under scale codes, those of 1.0 by default."""
     if scale is None:
         shape = (*values.shape[:-1], values.shape[-1] // format.block_size)
-        scale = torch.full(shape, format.scale_code.one, dtype=torch.uint8)
+        scale = torch.full(shape, format.scale_code.one, dtype=torch.uint8, device=values.device)
     return ScaledTensor(pack(e2m1_encode(values)), scale, format, global_scale)
 
 
