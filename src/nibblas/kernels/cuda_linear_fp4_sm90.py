@@ -1,14 +1,18 @@
 """c = a @ b.T, both NVFP4 in LINEAR layouts, for at most 8 rows of a on Hopper, in CUDA C++: bound by reading b once.
 
-Nothing is prepacked: the codes of b, as a lane reads them, serve as fragments of its mma, and a, decoded once a CTA
-into shared memory, has its K in the same order. K is split over the warps of a CTA, whose sums are added in a fixed
-order.
-Weakness: eight codes where they lie take 19 operations to decode, 12 in a prepacked layout; every CTA decodes a anew.
+Nothing is prepacked. Codes become integers by byte permutations that take them as selectors, a block's products are
+summed exactly by integer mma, and only those sums meet the scales: 15 instructions for 8 codes of b and a lane where a
+has one row, of 29 for which there is time. K is split over the warps of a CTA, whose sums are added in a fixed order.
+Weakness: every further row of a costs 3 instructions for 8 codes of b, which from 5 rows on take longer than reading
+them; every CTA decodes all of a anew, and holds it.
 It was compiled, and run only on a CPU that stood in for the GPU.
 """
 
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,32 +25,93 @@ from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
 SOURCE = "cuda_linear_fp4_sm90.cu"
-MAX_ROWS = 8  # of a: the columns of one mma
-ROWS = 16  # of b, a CTA
+MAX_ROWS = 8  # of a
+STAGE = 2304  # bytes of b of a warp's 16 rows and 256 columns
+SMS, SHARED_SM = 132, 228 * 1024  # multiprocessors of an H200, and bytes of shared memory of each
 # The device code's Arguments: addresses of b, its scales, a, its scales, out, bias and the global scales; bytes between
-# rows and between matrices of the first five; floats between global scales; M, N, K; types of bias and out.
-ARGUMENTS = struct.Struct("18Q7i4x")
+# rows and between matrices of the first five; floats between global scales; N, K; types of bias and out.
+ARGUMENTS = struct.Struct("18Q6i")
 
 
-def shared_bytes(M: int, K: int, warps: int) -> int:
-    """Shared memory of a CTA: a in fp16, a word more each row; sums of the warps."""
-    return M * (K // 8 + 1) * 16 + warps * MAX_ROWS * ROWS * 4
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut: see the device code."""
+
+    row_warps: int
+    k_warps: int
+    depth: int = 2
+    min_blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.row_warps * self.k_warps
+
+    @property
+    def rows(self) -> int:
+        """Rows of b that a CTA computes."""
+        return 16 * self.row_warps
+
+    def options(self, M: int) -> tuple[str, ...]:
+        """The device code's compile-time values, as compiler options."""
+        values = {
+            "M": M,
+            "ROW_WARPS": self.row_warps,
+            "K_WARPS": self.k_warps,
+            "DEPTH": self.depth,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    def shared_bytes(self, M: int, K: int) -> int:
+        """Shared memory of a CTA: rings, a as bytes with its negative, scales of a, sums of the warps."""
+        stages = -(-K // 256)
+        ring = self.row_warps * self.k_warps * self.depth * STAGE
+        return ring + M * (stages * (512 + 64) + 64 + self.k_warps * self.rows * 4)
+
+
+def _candidates(M: int) -> Iterator[Config]:
+    at_once = 1024 if M == 1 else 768 if M == 2 else 512  # threads that have registers enough
+    for row_warps, k_warps, depth in product((1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 3, 4)):
+        if 4 <= row_warps * k_warps <= 16:
+            yield Config(row_warps, k_warps, depth, max(1, at_once // (32 * row_warps * k_warps)))
+
+
+def estimate(config: Config, M: int, N: int, K: int, L: int) -> float:
+    """Microseconds that an H200 would take by counting; nothing of it was measured.
+
+    A multiprocessor's reads of b keep it busy if 48 KB of them are on their way at a time. Each wave of CTAs has to
+    start and to decode a.
+    """
+    stages = -(-K // 256)
+    resident = min(config.min_blocks, SHARED_SM // (config.shared_bytes(M, K) + 1024))
+    CTAs = -(-N // config.rows) * L
+    waves = -(-CTAs // (SMS * resident))
+    on_an_sm = min(resident, CTAs / SMS)
+    in_flight = on_an_sm * config.row_warps * config.k_warps * min(config.depth, stages / config.k_warps) * STAGE
+    uneven = -(-stages // config.k_warps) * config.k_warps / stages
+    memory = N * K * L * 0.5625 / 4.4e6 * uneven / min(1.0, in_flight / 49152)
+    decoding = N * K * L / 8 * (12 + 3 * M) / (SMS * 128 * 1.7e3) * 1.2
+    a = on_an_sm * M * K / 8 * 40 / (128 * 1.7e3)
+    return 3 + max(memory * 1.15, decoding) + waves * a + 1.5 * (waves - 1)
 
 
 @cache
-def warps_of(K: int) -> int:
-    """Warps that split K: as many as have four chunks of 128 columns each, 4 to 16."""
-    return next(warps for warps in (16, 8, 4) if warps == 4 or 4 * warps <= K // 128)
+def configure(M: int, N: int, K: int, L: int) -> Config | None:
+    """The cut with the least estimate for a (L, M, K) and b (L, N, K); None if none holds a in shared memory."""
+    fitting = [config for config in _candidates(M) if config.shared_bytes(M, K) <= SHARED_LIMIT_SM90]
+    return min(fitting, key=lambda config: estimate(config, M, N, K, L), default=None)
 
 
 _launches = Launches()
 
 
-def prepare(M: int, N: int, K: int, L: int, device: int, warps: int) -> Launch:
+def prepare(M: int, N: int, K: int, L: int, device: int, config: Config | None = None) -> Launch:
     """A launch of the kernel for these sizes, its arguments (`ARGUMENTS`) yet to be packed into it."""
-    kernel = load(source_of(SOURCE), "sm_90a", (f"-DWARPS={warps}",), "nibblas_linear_fp4", SHARED_LIMIT_SM90, device)
-    grid = (-(-N // ROWS), L, 1)
-    return Launch(kernel, bytearray(ARGUMENTS.size), grid, 32 * warps, 1, shared_bytes(M, K, warps))
+    config = config or configure(M, N, K, L)
+    assert config is not None  # _why_not has asked
+    kernel = load(source_of(SOURCE), "sm_90a", config.options(M), "nibblas_linear_fp4", SHARED_LIMIT_SM90, device)
+    grid = (-(-N // config.rows), L, 1)
+    return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, 1, config.shared_bytes(M, K))
 
 
 def pack(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> bytes:
@@ -60,7 +125,8 @@ def pack(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> 
         *(t.stride(-2) * t.itemsize for t in tensors),
         *(t.stride(0) * t.itemsize if batched else 0 for t in tensors),
         *(t.stride(0) if batched and t is not None and t.ndim else 0 for t in global_scales),
-        *(out.shape[-2], out.shape[-1], a.K),
+        out.shape[-1],
+        a.K,
         0 if bias is None else TYPES[bias.dtype],
         TYPES[out.dtype],
     )
@@ -72,15 +138,15 @@ def in_rows(t: Tensor, align: int) -> Tensor:
     return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
-def launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, warps: int | None = None) -> None:
+def launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None) -> None:
     """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K), bias (N,), out ([L,] M, N)."""
     (M, N), K, L = out.shape[-2:], a.K, out.shape[0] if out.ndim == 3 else 1
     a, b = (ScaledTensor(in_rows(t.data, 16), in_rows(t.scale, 8), t.format, t.global_scale) for t in (a, b))
     result = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     if bias is not None:
         bias = bias.contiguous()
-    device, warps = out.device.index, warps or warps_of(K)
-    key = (M, N, K, L, device, warps)
+    device = out.device.index
+    key = (M, N, K, L, device, config)
     ready = _launches.get(key, lambda: prepare(*key))
     ready.arguments[:] = pack(a, b, bias, result)
     ready(torch._C._cuda_getCurrentRawStream(device))
@@ -93,24 +159,20 @@ def _why_not(problem: Problem) -> str | None:
         return f"takes at most {MAX_ROWS} rows of a, got {problem.M}"
     if problem.K % 128:
         return f"takes K a multiple of 128, got {problem.K}"
-    if (need := shared_bytes(problem.M, problem.K, warps_of(problem.K))) > SHARED_LIMIT_SM90:
-        return f"keeps a in shared memory: {need:,} bytes, there are {SHARED_LIMIT_SM90:,}"
     if problem.L > 65535:
         return f"takes L up to 65,535, got {problem.L}"
+    if configure(problem.M, problem.N, problem.K, problem.L) is None:
+        need = min(config.shared_bytes(problem.M, problem.K) for config in _candidates(problem.M))
+        return f"keeps a in shared memory: {need:,} bytes, there are {SHARED_LIMIT_SM90:,}"
     return missing()
 
 
 def cost(problem: Problem, line: Roofline) -> float:
-    """What an H200 would take by counting, scaled to the device's bandwidth; nothing of it was measured.
-
-    The slower of reading b at 86 % of 4.4 TB/s and of decoding it, 24 operations for 8 codes and 20 for 8 of a, of
-    which each of 132 multiprocessors does 128 a clock at 1.7 GHz; and 3 us to start and to end.
-    """
-    elements = problem.N * problem.K * problem.L
-    memory = elements * 0.5625 / 4.4e12 / 0.86
-    anew = problem.M * 20 / ROWS
-    decoding = elements / 8 * (24 + anew) / (132 * 128 * 1.7e9)
-    return (3e-6 + max(memory, decoding)) * 4.4e12 / line.read_bandwidth
+    """What `estimate` says of an H200, scaled to the device's bandwidth."""
+    config = configure(problem.M, problem.N, problem.K, problem.L)
+    if config is None:
+        return float("inf")
+    return estimate(config, problem.M, problem.N, problem.K, problem.L) * 1e-6 * 4.4e12 / line.read_bandwidth
 
 
 KERNELS = (
