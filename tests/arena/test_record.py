@@ -25,6 +25,7 @@ from nibblas.arena.record import (
     Statistics,
     SubmissionFacts,
     TaskFacts,
+    Traced,
     commit,
 )
 
@@ -97,6 +98,7 @@ def schema_parts():
         (Coverage, parts["coverage"]),
         (Errors, parts["errors"]),
         (Statistics, parts["statistics"]),
+        (Traced, parts["traced"]),
         (Sample, parts["sample"]),
         (Finding, parts["finding"]),
     ]

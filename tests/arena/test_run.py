@@ -15,7 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from nibblas.arena import record as records
+from nibblas.arena import run as arena_run
 from nibblas.arena.commands import app
+from nibblas.arena.parties import Contestant
 from nibblas.arena.problem import ArenaError
 from nibblas.arena.record import Comparison
 from nibblas.roofline import Roofline, keep
@@ -382,3 +384,40 @@ COMPLETE = json.dumps(
         "complete": True,
     }
 )
+
+
+def test_a_timed_case_is_called_once_more_under_a_profiler(arena, problem, monkeypatch):
+    """A CPU has no profiler of a device's work, so that it sees none."""
+    directory = problem("vector_add")
+    found = arena(directory, directory / "submission.py", mode="benchmark")
+    assert all(case.traced is None for case in found.cases)
+    monkeypatch.setattr(arena_run._Run, "_is_traceable", lambda run: True)
+    found = arena(directory, directory / "submission.py", mode="benchmark")
+    assert found.verdict == "correct here"
+    for case in found.cases:
+        assert case.traced is not None
+        assert case.traced.why_not == "the profiler saw no kernels"
+        assert case.calls == len(case.samples) + 1
+
+
+def test_the_traced_call_is_checked_like_all_others(arena, problem, write, monkeypatch):
+    monkeypatch.setattr(arena_run._Run, "_is_traceable", lambda run: True)
+    calls = []
+    call = Contestant.call
+
+    def counted(contestant, made, *arguments, **options):
+        calls.append(options["traced"]) if "traced" in options else None
+        return call(contestant, made, *arguments, **options)
+
+    monkeypatch.setattr(Contestant, "call", counted)
+    directory = problem("vector_add")
+    lazy = write(
+        "import inspect\n"
+        "def custom_kernel(data):\n"
+        "    traced = any(frame.function == 'traced' for frame in inspect.stack())\n"
+        "    return data[0] if traced else data[0] + data[1]\n"
+    )
+    found = arena(directory, lazy, mode="benchmark")
+    assert calls == [True] * len(found.cases)
+    assert found.verdict == "wrong"
+    assert all(case.statistics is None and "secret seed" in case.message for case in found.cases)

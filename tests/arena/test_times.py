@@ -5,7 +5,8 @@ import random
 import pytest
 
 from nibblas.arena import timing
-from nibblas.arena.record import Sample
+from nibblas.arena.device import Work, work_of
+from nibblas.arena.record import Sample, Traced
 from nibblas.statistics import median_interval
 
 
@@ -39,6 +40,8 @@ def test_a_case_is_sampled_until_its_median_is_known_or_its_time_is_over():
     assert not rule.is_reached(wild[:2], 2, 100), "a median of two is none"
     assert rule.is_reached([], 10, 10), "a case of which no sample counts ends all the same"
     assert "10 s" in str(rule)
+    assert not rule.is_reached(around(100, 0.1, 333), 333, 1), "many samples are not looked at one by one"
+    assert rule.is_reached(around(100, 0.1, 336), 336, 1)
 
 
 def test_statistics_leave_out_invalid_samples_and_other_timers():
@@ -97,6 +100,51 @@ def test_work_on_streams_that_the_events_do_not_see_is_found():
     assert found is not None
     assert found.class_id == "side-stream"
     assert timing.other_streams(samples(around(50e3, 1e3, 20))) is None
+
+
+def test_waiting_for_an_idle_device_is_no_work_on_another_stream():
+    slow = samples(around(50e3, 1e3, 20), timer="event", tail=25e3)
+    assert timing.other_streams(slow) is not None
+    assert timing.other_streams(slow, empty_tail_ns=22e3) is None
+
+
+def test_what_a_reply_costs_more_now_and_then_is_no_unseen_time():
+    claims = around(20e3, 1e3, 30)
+    late = [ns + EMPTY + 60e3 for ns in claims]
+    assert timing.unseen_time(samples(claims, late, "event"), EMPTY, "event") is not None
+    assert timing.unseen_time(samples(claims, late, "event"), EMPTY, "event", spread_ns=40e3) is None
+
+
+@pytest.mark.parametrize(
+    ("runs", "work"),
+    [
+        ([], Work()),
+        ([(5, 9)], Work(1, 4, 4)),
+        ([(20, 30), (0, 10)], Work(2, 30, 20)),
+        ([(0, 10), (2, 4), (8, 12)], Work(3, 12, 12)),
+    ],
+)
+def test_work_is_from_the_first_start_to_the_last_end_and_counts_what_overlaps_once(runs, work):
+    assert work_of(runs) == work
+
+
+def test_a_profiler_that_saw_more_work_than_events_claim_is_told_of():
+    claims = samples(around(20e3, 1e3, 30), timer="event")
+    seen = timing.traced({"kernels": 3, "span_ns": 90e3, "busy_ns": 19e3}, 40e3)
+    assert seen == Traced(3, 90e3, 19e3, 40e3)
+    assert timing.untraced_work(seen, claims, "event") is None, "launches take longer under a profiler"
+    hidden = timing.traced({"kernels": 3, "span_ns": 90e3, "busy_ns": 80e3}, 20e3)
+    found = timing.untraced_work(hidden, claims, "event")
+    assert found is not None
+    assert (found.class_id, found.severity) == ("timer", "flag")
+    assert timing.untraced_work(hidden, claims, "host") is None, "the host's clock waits for all work"
+
+
+@pytest.mark.parametrize("work", [None, {}, {"kernels": 0, "span_ns": 0.0, "busy_ns": 0.0}, {"kernels": "3"}, [1]])
+def test_a_profiler_that_saw_nothing_is_told_of(work):
+    found = timing.traced(work, 5.0)
+    assert found == Traced(event_ns=5.0, why_not="the profiler saw no kernels")
+    assert timing.untraced_work(found, samples(around(20e3, 1e3, 30), timer="event"), "event") is None
 
 
 def test_work_outside_the_call_is_found():

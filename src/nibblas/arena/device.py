@@ -5,12 +5,16 @@ what a submission puts in their place later is never called here.
 """
 
 import ctypes
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.profiler
+from torch.autograd import DeviceType
 
 from nibblas.memory import cold_bytes
 
@@ -33,6 +37,29 @@ class Device(Protocol):
 
     def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
         """Nanoseconds of a call by each timer, and what it returned; all of the device's work is waited for."""
+
+    def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, "Work"]:
+        """`timed` under a profiler, and what that saw on the device; the process is slower for good afterwards."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels, copies and fills of one call on a device: how many, from the first start to the last end, and the time
+    in which at least one of them ran; nanoseconds, 0 where a profiler sees none."""
+
+    kernels: int = 0
+    span_ns: float = 0.0
+    busy_ns: float = 0.0
+
+
+def work_of(runs: Iterable[tuple[float, float]]) -> Work:
+    """The Work of these starts and ends."""
+    kernels, busy, first, last = 0, 0.0, math.inf, -math.inf
+    for start, end in sorted(runs):
+        kernels, first = kernels + 1, min(first, start)
+        busy += max(end - max(start, last), 0.0)
+        last = max(last, end)
+    return Work(kernels, last - first, busy) if kernels else Work()
 
 
 def device_of(name: str) -> Device:
@@ -67,6 +94,10 @@ class Cpu:
         end = clock()
         return {"host": end - start}, output
 
+    def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
+        """See Device: nothing runs on a device here."""
+        return *self.timed(function, data), Work()
+
 
 class Gpu:
     """Events around the call, on the stream that is current before it, and the host's clock around all.
@@ -79,7 +110,7 @@ class Gpu:
     timers: tuple[str, ...] = ("event", "host", "tail")
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)
         torch.cuda.init()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.flush_bytes = cold_bytes(self.device)
@@ -92,6 +123,7 @@ class Gpu:
             torch.Tensor.zero_,
             time.perf_counter_ns,
         )
+        self._profile, self._activities = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
         self._forget = _persisting_lines_forgotten()
         self._events = self._event_pair()
 
@@ -124,6 +156,17 @@ class Gpu:
         end = clock()
         event = round(self._elapsed(first, last) * 1e6)
         return {"event": event, "host": end - start, "tail": end - come}, output
+
+    def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
+        """See Device. The first of what the profiler sees is our own, which empties the caches."""
+        with self._profile(activities=self._activities) as found:
+            spans, output = self.timed(function, data)
+        runs = sorted(
+            (event.time_range.start * 1e3, event.time_range.end * 1e3)
+            for event in found.events()
+            if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        )
+        return spans, output, work_of(runs[1:])
 
 
 def _persisting_lines_forgotten() -> Callable[[], None]:

@@ -65,7 +65,7 @@ class Judge:
         torch.set_num_threads(request["threads"] or torch.get_num_threads())
         self.device = torch.device(request["device"])
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
         self.task = request["task"]
         sources = [path.read_bytes() for path in Path().rglob("*.py")]
         self.stand_ins = install(self.device, request["stand_ins"], sources)

@@ -22,7 +22,7 @@ from nibblas.arena.submission import Submission, incompatibility
 from nibblas.arena.wire import MAX_REPLY, Channel, ProtocolError, Returned, UnsendableError, checked
 
 WITHHELD = ("reference.py", "eval.py")  # files of a problem that a submission doesn't get
-EMPTY_CALLS = 20
+EMPTY_CALLS, EMPTY_PAUSE = 20, 0.005  # and seconds before each
 NS_PER_BYTE = 2.0  # of CPU time, that moving data into a worker and out of it may take
 PATIENCE = 3600.0  # seconds that the judge may take, whose work is no contestant's fault
 STARTING = 300.0  # seconds for a process to start and to import torch
@@ -163,6 +163,7 @@ class Call:
     returned: Returned
     stand_ins: tuple[str, ...]
     changed: tuple[str, ...] = ()  # data that the submission wrote to and did not return
+    work: object = None  # on the device, where the call was traced
 
 
 @dataclass
@@ -184,6 +185,8 @@ class Contestant:
     unloadable: FaultError | None = None
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
+    empty_spread_ns: float = 0.0
+    empty_tail_ns: float = 0.0
     empty_inside_ns: float = 0.0
     empty_outside_ns: float = 0.0
     timers: tuple[str, ...] = ()
@@ -236,33 +239,48 @@ class Contestant:
         self.is_ready = True
 
     def _time_empty_calls(self) -> None:
-        """What the runner sees of a call of nothing beyond its claim, and the CPU time that is used around it."""
-        beyond, inside, outside = [], [], []
+        """What the runner sees of a call of nothing beyond its claim, and the CPU time that is used around it.
+
+        Before each the worker sleeps, as it does before other calls while the judge makes their data.
+        """
+        beyond, tails, inside, outside = [], [], [], []
         for _ in range(EMPTY_CALLS):
+            time.sleep(EMPTY_PAUSE)
             used = self._cpu_ns()
             self._ask("prepare", STARTING)
             prepared = self._cpu_ns()
             started = time.perf_counter_ns()
             spans = self._ask("call", STARTING)["spans"]
             beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]])
+            tails.append(spans.get("tail", 0))
             called = self._cpu_ns()
             self._ask("describe", STARTING)
             inside.append(called - prepared)
             outside.append(prepared - used + self._cpu_ns() - called)
-        self.empty_ns = median(beyond)
+        self.empty_ns, self.empty_tail_ns = median(beyond), median(tails)
+        self.empty_spread_ns = sorted(beyond)[EMPTY_CALLS * 9 // 10] - self.empty_ns
         self.empty_inside_ns, self.empty_outside_ns = median(inside), median(outside)
 
-    def call(self, made: Made, room: Callable[[int], int], device_type: str, *, elsewhere: bool, inspect: bool) -> Call:
+    def call(
+        self,
+        made: Made,
+        room: Callable[[int], int],
+        device_type: str,
+        *,
+        elsewhere: bool,
+        inspect: bool,
+        traced: bool = False,
+    ) -> Call:
         """Hand over the data, call the submission, and fetch what it returned.
 
         `room` gives shared memory for so many bytes; `elsewhere` puts the data at new addresses; with `inspect` it is
-        looked at again. FaultError for any failure of the submission.
+        looked at again; `traced` calls under a profiler. FaultError for any failure of the submission.
         """
         used = self._cpu_ns()
         self._prepare(made, elsewhere)
         prepared = self._cpu_ns()
         started = time.perf_counter_ns()
-        reply = self._ask("call", self.seconds)
+        reply = self._ask("call", self.seconds, traced=traced)
         observed = time.perf_counter_ns() - started
         called = self._cpu_ns()
         self._raise_if_failed(reply, "")
@@ -295,6 +313,7 @@ class Contestant:
             returned,
             stand_ins,
             changed,
+            reply.get("work"),
         )
 
     def _prepare(self, made: Made, elsewhere: bool) -> None:

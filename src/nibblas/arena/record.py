@@ -66,6 +66,21 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Traced:
+    """What a profiler (CUPTI) saw on the GPU during one more call, after the samples: kernels, copies and fills.
+
+    Nanoseconds. `span_ns` is from the first start to the last end, `busy_ns` the part in which at least one ran, both
+    0 where it saw none; `why_not` says why. `event_ns` is what the events around this same call gave.
+    """
+
+    kernels: int = 0
+    span_ns: float = 0.0
+    busy_ns: float = 0.0
+    event_ns: float | None = None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class Errors:
     """How far an output lies from an answer; the largest over the calls of a case.
 
@@ -134,6 +149,7 @@ class CaseResult:
     stand_ins: tuple[str, ...] = ()  # that the submission itself called: then the times are not its own
     start: int = 0  # which of Protocol.seeds this case was run with
     report: str = ""  # of profile mode
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from nibblas import roofline
+from nibblas import __version__, roofline
 from nibblas.arena import correctness, coverage, record, standins, submission, timing
 from nibblas.arena.clocks import Clocks
 from nibblas.arena.launcher import Process, hide_from_other_processes
@@ -45,6 +45,7 @@ from nibblas.arena.record import (
     Sample,
     Seed,
     TaskFacts,
+    Traced,
 )
 from nibblas.arena.submission import Submission
 from nibblas.memory import cold_bytes, free_memory
@@ -230,6 +231,7 @@ class _Run:
                 self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
                 stack.callback(self.judge.close)
                 self._stages()
+                self._trace()
         except (JudgeError, BuildError) as error:
             verdict = error.verdict if isinstance(error, BuildError) else "incompatible"
             rest = [self._empty(kind, case, verdict, str(error)) for kind, case in self._planned()]
@@ -313,6 +315,23 @@ class _Run:
                     return
             if any(case.kind == stage and case.verdict != "correct" for case in self.record.cases):
                 return
+
+    def _trace(self) -> None:
+        """One more call of each timed case under a profiler, after all samples, since it slows a process down."""
+        if not self._is_traceable():
+            return
+        for place, result in enumerate(self.record.cases):
+            is_last = result.kind == STAGES[self.options.mode][-1]
+            if not is_last or result.statistics is None or result.verdict != "correct" or result.traced is not None:
+                continue
+            self.progress(f"tracing {result.text}")
+            case = next(case for case in self.task.cases(result.kind) if case.text == result.text)
+            traced = _Case(self, result.kind, case, self.contestants[0]).trace(result)
+            self._keep(cases=(*self.record.cases[:place], traced, *self.record.cases[place + 1 :]))
+
+    def _is_traceable(self) -> bool:
+        """Whether there is a profiler of the device's own work."""
+        return self.device.type == "cuda"
 
     def _end(self, rest: Sequence[CaseResult], reason: str) -> Record:
         cases = (*self.record.cases, *rest)
@@ -481,6 +500,27 @@ class _Case:
                     return False
         return True
 
+    def trace(self, result: CaseResult) -> CaseResult:
+        """That result with what a profiler sees of one more call, which is checked as all others are."""
+        contestant, index, timer = self.contestant, result.calls, self.run.record.protocol.timer
+        try:
+            contestant.start()
+            with self._made(index, secret=True, hardened=False, anew=True) as made:
+                call = contestant.call(
+                    made, self.run.judge.room, self.run.device.type, elsewhere=False, inspect=False, traced=True
+                )
+                good, message, _ = self.run.judge.check(call.returned, measure=False)
+        except FaultError as fault:  # the profiler's, as far as anyone knows: the same calls went well without it
+            return replace(result, traced=Traced(why_not=fault.message[:300]))
+        event = timing.nanoseconds(call.spans, contestant.timers)[timer]
+        found = timing.traced(call.work, event)
+        finding = timing.untraced_work(found, result.samples, timer)
+        findings = result.findings if finding is None else (*result.findings, finding)
+        result = replace(result, traced=found, findings=findings, calls=result.calls + 1)
+        if good:
+            return result
+        return replace(result, verdict="wrong", message=f"call {index}, with a secret seed: {message}", statistics=None)
+
     def profile(self) -> None:
         """One call, checked like others, then one under torch's profiler and, on a GPU, one under ncu if it is here."""
         contestant = self.contestant
@@ -514,7 +554,8 @@ class _Case:
         return sample is not None and self._refusal() is None
 
     @contextmanager
-    def _made(self, index: int, *, secret: bool, hardened: bool) -> Iterator[Made]:
+    def _made(self, index: int, *, secret: bool, hardened: bool, anew: bool = False) -> Iterator[Made]:
+        """Data of a call; `anew` where the judge has turned to another case since."""
         run = self.run
         own = run.secret_of(self.kind, self.case, index) if secret else None
         values = self.case.seeded(own)
@@ -522,8 +563,8 @@ class _Case:
         if hardened:
             seed = (seed & ~1) + index % 2  # odd and even seeds have the widest scales in different operands
         # What must be read is of use where the bandwidth is known.
-        probing = PROBING[self.kind] if run.record.protocol.bandwidth is not None else 0.0
-        made = run.judge.make(values, seed, first=index == 0, hardened=hardened, probing=probing)
+        probing = PROBING[self.kind] if run.record.protocol.bandwidth is not None and not anew else 0.0
+        made = run.judge.make(values, seed, first=anew or index == 0, hardened=hardened, probing=probing)
         try:
             self.coverage += tuple(_coverage(found) for found in made.facts.get("coverage", ()))
             if index == 0:
@@ -618,9 +659,9 @@ class _Case:
     def _judge_times(self) -> None:
         protocol = self.run.record.protocol
         for finding in (
-            timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer),
+            timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer, self.contestant.empty_spread_ns),
             timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
-            timing.other_streams(self.samples),
+            timing.other_streams(self.samples, self.contestant.empty_tail_ns),
             timing.outside_work(self.samples, self.outside, protocol.timer, self.run.threads),
         ):
             if finding is not None:
@@ -682,7 +723,7 @@ def _coverage(values: dict) -> Coverage:
 
 
 def _environment(device: torch.device, threads: int) -> Environment:
-    versions = {"nibblas": metadata.version("nibblas")}
+    versions = {"nibblas": __version__}
     for name in ("triton", "kernelguard"):
         try:
             versions[name] = metadata.version(name)

@@ -8,7 +8,7 @@ its timers lie, or that does its work outside the span, disagrees with what is s
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics
+from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced
 from nibblas.statistics import median_interval, paired_ratio
 
 REFUSE: Severity = "refuse"
@@ -22,7 +22,8 @@ CONFIDENCE = 0.95
 SHARE = 0.25
 EVENT_SLACK_NS, HOST_SLACK_NS = 30e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
-TAIL_NS = 20e3  # for which a device may go on after the last event of a call has come
+TAIL_NS = 10e3  # for which a device may go on after the last event of a call, beyond what waiting for an idle one takes
+TRACED_NS = 5e3  # by which a profiler may see more work than the events: each kernel starts a little later under it
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
 LONGEST_NS = 1e18  # of a span: 30 years
 FLOOR_SHARE = 0.75  # of a floor: measured bandwidths are those of one access pattern, others reach somewhat more
@@ -46,7 +47,8 @@ class Stopping:
         """Whether these valid samples, of so many taken in that time, are enough."""
         if seconds >= self.budget:
             return len(samples) >= FEWEST or taken >= self.at_least
-        if len(samples) < self.at_least:
+        # Looked at after each sixteenth more: an interval costs more than a sample where there are many.
+        if len(samples) < self.at_least or len(samples) % max(len(samples) // 16, 1):
             return False
         return median_interval(samples, confidence=CONFIDENCE).half_width <= self.precision
 
@@ -80,10 +82,11 @@ def below_floor(sample_ns: float, floor: float | None) -> bool:
     return floor is not None and sample_ns < FLOOR_SHARE * floor
 
 
-def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
+def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, spread_ns: float = 0.0) -> Finding | None:
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
-    `empty_ns` is what the runner sees of a call of nothing, beyond its claim. The medians over a case are compared,
+    `empty_ns` is what the runner sees of a call of nothing, beyond its claim, and `spread_ns` by how much more that can
+    be. The medians over a case are compared,
     since a single call may have had to wait for the machine. On a CPU that others use too, waiting is all that this can
     show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter test there.
     """
@@ -97,7 +100,7 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Findi
     share, slack, severity = (SHARE, EVENT_SLACK_NS, REFUSE) if timer == "event" else (1.0, HOST_SLACK_NS, FLAG)
     missing = median_interval([seen - ns for ns, seen in pairs], confidence=0.99)
     usual = median_interval([ns for ns, _ in pairs]).value
-    if missing.low <= share * usual + slack:
+    if missing.low <= share * usual + slack + spread_ns:
         return None
     return Finding(
         "timer",
@@ -133,19 +136,57 @@ def unseen_cpu_time(samples: Sequence[Sample], inside_ns: Sequence[float], timer
     )
 
 
-def other_streams(samples: Sequence[Sample]) -> Finding | None:
-    """A finding where the device went on after the last event: work on streams that the events don't see."""
+def other_streams(samples: Sequence[Sample], empty_tail_ns: float = 0.0) -> Finding | None:
+    """A finding where the device went on after the last event: work on streams that the events don't see.
+
+    `empty_tail_ns` is how long the device is waited for after a call of nothing.
+    """
     tails = [tail for sample in samples if (tail := sample.claimed_ns.get("tail")) is not None]
     if len(tails) < FEWEST:
         return None
     found = median_interval(tails, confidence=0.99)
-    if found.low <= TAIL_NS:
+    if found.low <= TAIL_NS + empty_tail_ns:
         return None
     return Finding(
         "side-stream",
         REFUSE,
         f"the device went on for {found.value / 1e3:.1f} us after the last event of a call",
-        evidence={"tail_ns": found.value, "tail_low_ns": found.low},
+        evidence={"tail_ns": found.value, "tail_low_ns": found.low, "empty_tail_ns": empty_tail_ns},
+    )
+
+
+def traced(work: object, event_ns: float | None) -> Traced:
+    """What a worker tells of one call under a profiler, with the events of the same call."""
+    told = work if isinstance(work, dict) else {}
+    kernels, span, busy = (_positive(told.get(name)) for name in ("kernels", "span_ns", "busy_ns"))
+    if kernels is None or span is None or busy is None:
+        return Traced(event_ns=event_ns, why_not="the profiler saw no kernels")
+    return Traced(int(kernels), span, busy, event_ns)
+
+
+def untraced_work(found: Traced, samples: Sequence[Sample], timer: str) -> Finding | None:
+    """A finding where the profiler saw the device at work for longer than events claim.
+
+    The median of the events is compared with the time in which something ran. Not with the whole span: under the
+    profiler launches take longer, so that there are gaps which there are not without it.
+    """
+    usual = claimed(samples, timer)
+    if not usual or timer != "event":
+        return None
+    event = median_interval(usual)
+    if found.busy_ns <= event.high * (1 + SHARE) + TRACED_NS:
+        return None
+    return Finding(
+        "timer",
+        FLAG,
+        f"the device worked for {found.busy_ns / 1e3:.1f} us in a call that was traced, and the event timer claims "
+        f"{event.value / 1e3:.1f} us a call",
+        evidence={
+            "busy_ns": found.busy_ns,
+            "span_ns": found.span_ns,
+            "kernels": found.kernels,
+            "claimed_ns": event.value,
+        },
     )
 
 
@@ -181,10 +222,10 @@ def compared(
 
 def nanoseconds(spans: object, timers: Sequence[str]) -> dict[str, float | None]:
     """Spans that a worker claims, by timer; None for what is no positive number, which no honest clock gives."""
-    found: dict[str, float | None] = dict.fromkeys(timers)
-    if isinstance(spans, dict):
-        for timer in timers:
-            ns = spans.get(timer)
-            if isinstance(ns, int | float) and not isinstance(ns, bool) and 0 < ns < LONGEST_NS:
-                found[timer] = float(ns)
-    return found
+    told = spans if isinstance(spans, dict) else {}
+    return {timer: _positive(told.get(timer)) for timer in timers}
+
+
+def _positive(ns: object) -> float | None:
+    is_number = isinstance(ns, int | float) and not isinstance(ns, bool)
+    return float(ns) if is_number and 0 < ns < LONGEST_NS else None  # type: ignore[operator,arg-type]

@@ -2,7 +2,7 @@ import torch
 
 
 def generate_input(size: int, seed: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to("cuda")
 
 
 def ref_kernel(x: torch.Tensor) -> torch.Tensor:
