@@ -9,7 +9,8 @@
 // A warp takes 16 rows of b, walks along K in stages of two chunks of 128 columns, and has DEPTH stages on their way from
 // memory to a ring in shared memory. Of a chunk lane (g, t) has blocks 2t and 2t + 1 of rows g and g + 8. Those of
 // different t must not be summed by one mma: of operand B's 8 columns, two rows of a for each t, a column is zero but
-// where it meets its own t. So lane (g, t) receives the sums of its own blocks with both rows of a.
+// where it meets its own t. So lane (g, t) receives the sums of its own blocks with both rows of a. A single row of a
+// has its two columns times the lane's two blocks: of the two sums of a block with them one is of use.
 //
 // Set by the compiler's options:
 // M            rows of a
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
     const int row_warp = warp % ROW_WARPS, k_warp = warp / ROW_WARPS;
     const int batch = blockIdx.y, first_row = blockIdx.x * ROWS;
     const int chunks = p.K >> 7, stages = (chunks + 1) >> 1;
-    const int begin = k_warp * stages / K_WARPS, count = (k_warp + 1) * stages / K_WARPS - begin;
+    const int count = (stages - k_warp + K_WARPS - 1) / K_WARPS;  // a warp's stages: k_warp and every K_WARPS-th on
 
     // threadIdx.y is 0, which the compiler doesn't know: of a constant it would make a new one for each use.
     const Table table = {0x03020100u + threadIdx.y, 0x0C080604u};
@@ -171,16 +172,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
     #pragma unroll
     for (int r = 0; r < 2; r++) {
         const u64 row = min(warp_row + g + 8 * r, p.N - 1);  // past the last row it is read again, and not stored
-        codes[r] = p.b + batch * p.b_batch + row * p.b_pitch + begin * 128 + t * 16;
+        codes[r] = p.b + batch * p.b_batch + row * p.b_pitch + k_warp * 128 + t * 16;
     }
     const u8* scales = p.b_scales + batch * p.b_scales_batch
-        + (u64)min(warp_row + (lane >> 1), p.N - 1) * p.b_scales_pitch + begin * 16 + (lane & 1) * 8;
+        + (u64)min(warp_row + (lane >> 1), p.N - 1) * p.b_scales_pitch + k_warp * 16 + (lane & 1) * 8;
     int wanted = 0;
     u8* fill = ring;
     const auto copy_stage = [&]() {
         if (wanted < count) {
             // Of a chunk past K the codes are whatever was there, as a is zero; the scales must not be NaN.
-            const bool whole = (begin + wanted) * 2 + 1 < chunks;
+            const bool whole = (k_warp + wanted * K_WARPS) * 2 + 1 < chunks;
             #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (i && !whole) continue;
@@ -188,9 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
                 copy_16(fill + i * 1024 + lane * 16 + 512, codes[1] + i * 64);
             }
             copy_8(fill + CODES + lane * 8, scales, whole || !(lane & 1));
-            codes[0] += 128;
-            codes[1] += 128;
-            scales += 16;
+            codes[0] += K_WARPS * 128;
+            codes[1] += K_WARPS * 128;
+            scales += K_WARPS * 16;
         }
         commit();
         wanted++;
@@ -210,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
 
     float sum[2][M] = {};
     uint4 x[PAIRS][2] = {};  // operand B of a block, by halves: zero in the lanes that are not asked for a
-    const u8* mine = a + (g & 1) * a_pitch + begin * A_STAGE + t * 16;
-    const float* scale_of_a = a_scales + begin * 16 + t * 2;
+    const u8* mine = a + (g & 1) * (M == 1 ? 128 : a_pitch) + k_warp * A_STAGE + t * 16;
+    const float* scale_of_a = a_scales + k_warp * 16 + t * 2;
     const u8* stage = ring;
     #pragma unroll 1
     for (int s = 0; s < count; s++) {
@@ -243,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
                 u32 c[PAIRS][4];
                 #pragma unroll
                 for (int n = 0; n < PAIRS; n++) {
-                    const bool is_mine = g >> 1 == t && n * 2 + (g & 1) < M;
-                    load_where(is_mine, x[n], mine + n * 2 * a_pitch + i * 256 + w * 128);
+                    const bool is_mine = g >> 1 == t && (M == 1 || n * 2 + (g & 1) < M);
+                    if (M > 1 || w == 0) load_where(is_mine, x[n], mine + n * 2 * a_pitch + i * 256 + w * 128);
                     c[n][0] = c[n][1] = c[n][2] = c[n][3] = ZERO;
                 }
                 #pragma unroll
@@ -261,14 +262,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
                     const float times = scale_of_a[m * units * 2 + i * 8 + w], zero = -__uint_as_float(ZERO) * times;
                     #pragma unroll
                     for (int r = 0; r < 2; r++) {
-                        const float block = __uint_as_float(c[m / 2][r * 2 + m % 2]);
+                        const float block = __uint_as_float(c[m / 2][r * 2 + (M == 1 ? w : m % 2)]);
                         sum[r][m] = fmaf(fmaf(block, times, zero), scale[r], sum[r][m]);
                     }
                 }
             }
         }
-        mine += A_STAGE;
-        scale_of_a += 16;
+        mine += K_WARPS * A_STAGE;
+        scale_of_a += K_WARPS * 16;
         stage += STAGE;
         if (stage == ring + DEPTH * STAGE) stage = ring;
         __syncwarp();  // all lanes have read what is overwritten now
