@@ -30,8 +30,8 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def entry(problem: str):
-    spec = importlib.util.spec_from_file_location("submission", CONTEST / problem / "submission.py")
+def entry(problem: str, name: str = "submission"):
+    spec = importlib.util.spec_from_file_location(name, CONTEST / problem / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.custom_kernel
@@ -120,11 +120,11 @@ def bytes_of(t: Tensor) -> Tensor:
     return t.view(torch.uint8 if t.element_size() == 1 else torch.int16 if t.element_size() == 2 else torch.int32)
 
 
-def run(problem: str, data, filled: list[Tensor] = ()):
+def run(problem: str, data, filled: list[Tensor] = (), name: str = "submission"):
     """The entry's answer; fails if it changed an input other than `filled`, or found more than the tuple's own."""
     inputs = [t for t in tensors(data) if all(t is not c for c in filled)]
     before = [bytes_of(t).clone() for t in inputs]
-    answer = entry(problem)(data)
+    answer = entry(problem, name)(data)
     for t, old in zip(inputs, before, strict=True):
         assert torch.equal(bytes_of(t), old), f"{problem} changed an input of shape {tuple(t.shape)}"
     return answer
@@ -280,6 +280,48 @@ def test_moe_mxfp4(sizes, flat_scales):
     torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
     # It does matter that the hidden activations are quantized.
     assert (reference.moe(x, ids, shares, *weights) - exact).norm() > 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("sizes", GEMV, ids=str)
+def test_dequantized_nvfp4_gemv(sizes):
+    data, exact, magnitude = gemv(*sizes)
+    got = run("nvfp4_gemv", data, [data[-1]], "dequantized")
+    assert_answer(got.permute(2, 0, 1), exact, magnitude, sizes[1], "nvfp4_gemv")
+
+
+@pytest.mark.parametrize(("problem", "drawn"), [("nvfp4_gemm", gemm), ("nvfp4_dual_gemm", dual_gemm)])
+@pytest.mark.parametrize("sizes", GEMM, ids=str)
+def test_dequantized_nvfp4_gemm(problem, drawn, sizes):
+    data, exact, magnitude = drawn(*sizes)
+    got = run(problem, data, [data[-1]], "dequantized")
+    assert_answer(got.permute(2, 0, 1), exact, magnitude, sizes[2], problem)
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_dequantized_nvfp4_group_gemm(sizes):
+    data, exact, magnitude = group_gemm(*sizes)
+    matrices, linear, *others = data
+    on_the_host = [tuple(s.to("meta") for s in pair) for pair in linear]
+    got = entry("nvfp4_group_gemm", "dequantized")((matrices, on_the_host, *others))
+    for g, (_, _, c) in enumerate(matrices):
+        assert got[g] is c
+        assert_answer(c.permute(2, 0, 1), exact[g], magnitude[g], sizes[g][2], f"group {g}")
+
+
+@pytest.mark.parametrize("sizes", [(4, 288, 512), (33, 70, 96)], ids=str)
+def test_dequantized_mxfp4_mm(sizes):
+    data, exact, magnitude = mm(*sizes)
+    got = run("mxfp4-mm", data, name="dequantized")
+    assert_answer(got, exact, magnitude, sizes[2], "mxfp4-mm", tolerance=1e-2)
+
+
+@pytest.mark.parametrize("flat_scales", [True, False])
+def test_dequantized_moe_mxfp4_agrees_with_the_entry(flat_scales):
+    """Which is held to the oracle above."""
+    data, _ = moe(7, 5, 3, 96, 64, 128, 128, flat_scales)
+    got = run("moe-mxfp4", data, name="dequantized")
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, run("moe-mxfp4", data), rtol=1e-2, atol=1e-2)
 
 
 TUPLES = {

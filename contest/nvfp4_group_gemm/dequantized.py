@@ -1,0 +1,42 @@
+#!POPCORN leaderboard nvfp4_group_gemm
+"""The baseline: all matrices are decoded to fp16, by one look-up a byte, and go to cuBLAS, group by group.
+
+Scales are taken from the blocked ones, since the linear ones may lie in host memory.
+"""
+
+from functools import cache
+
+import torch
+
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+@cache
+def pairs(device):
+    """The two fp16 values that each byte holds, low nibble first, as one 32-bit word a byte: (256,)."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float16)
+    high, low = torch.cartesian_prod(torch.arange(16), torch.arange(16)).T
+    return torch.cat((values, -values))[torch.stack((low, high), -1)].view(torch.int32).flatten().to(device)
+
+
+def decode(codes, scale):
+    """Packed codes (..., K/2) and e4m3 scales (..., K/16) -> (..., K) fp16, exact."""
+    codes = codes.view(torch.uint8)
+    words = pairs(codes.device).index_select(0, codes.flatten().int())
+    blocks = words.view(torch.float16).view(*scale.shape, 16)
+    return blocks.mul_(scale.to(torch.float16)[..., None]).flatten(-2)
+
+
+def operand(codes, blocked):
+    """Codes (rows, K/2, 1) and scales (32, 4, rest_m, 4, rest_k, 1) -> (rows, K) fp16."""
+    _, _, tiles, _, columns, _ = blocked.shape
+    scale = blocked[..., 0].permute(2, 1, 0, 4, 3).reshape(128 * tiles, 4 * columns)
+    return decode(codes[:, :, 0], scale[: codes.shape[0], : codes.shape[1] // 8])
+
+
+def custom_kernel(data):
+    """Of each group a (M, K, 1), b (N, K, 1) and c (M, N, 1) to fill; scales of a and b, linear and blocked; sizes."""
+    matrices, _, scales, _ = data
+    for (a, b, c), (sfa, sfb) in zip(matrices, scales, strict=True):
+        torch.mm(operand(a, sfa), operand(b, sfb).T, out=c[:, :, 0])
+    return [c for _, _, c in matrices]
