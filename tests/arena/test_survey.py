@@ -51,6 +51,7 @@ def recorded(task, submission, options, path, **_):
         complete=True,
     )
     records.write(record, path)
+    return record
 
 
 @pytest.fixture
@@ -58,9 +59,9 @@ def runs(monkeypatch):
     """The arena's runs, recorded in place of done."""
     done = []
 
-    def run(task, submission, options, path):
+    def run(task, submission, options, path, **_):
         done.append((task.name, submission.path.name, options.mode, len(task.cases(options.mode))))
-        recorded(task, submission, options, path)
+        return recorded(task, submission, options, path)
 
     monkeypatch.setattr(arena_run, "run", run)
     return done
@@ -98,10 +99,9 @@ def test_what_has_a_record_is_not_run_again(checkout, runs, tmp_path):
 
 
 def test_a_problem_that_can_not_run_here_stands_on_one_line(checkout, runs, tmp_path, monkeypatch):
-    def impossible(task, submission, options, path):
-        recorded(task, submission, options, path)
-        record = records.read(path)
-        records.write(replace(record, verdict="incompatible here", reason="its cases need 8 GPUs"), path)
+    def impossible(task, submission, options, path, **_):
+        record = recorded(task, submission, options, path)
+        return replace(record, verdict="incompatible here", reason="its cases need 8 GPUs")
 
     monkeypatch.setattr(arena_run, "run", impossible)
     found = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
@@ -134,7 +134,7 @@ def test_an_interrupted_run_is_told_from_a_finished_one(checkout, runs, tmp_path
 
 
 def test_a_run_is_stopped_after_its_time_and_a_persons_interrupt_goes_on(checkout, tmp_path, monkeypatch):
-    def endless(task, submission, options, path):
+    def endless(task, submission, options, path, **_):
         recorded(task, submission, options, path)
         time.sleep(10)
 
@@ -144,9 +144,24 @@ def test_a_run_is_stopped_after_its_time_and_a_persons_interrupt_goes_on(checkou
     assert time.monotonic() - started < 5
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
-    def interrupted(task, submission, options, path):
+    def interrupted(task, submission, options, path, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(arena_run, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         survey(checkout, tmp_path / "others", "cpu", 1.0, 60.0, "^b/")
+
+
+def test_a_fault_of_the_arena_is_told_and_the_survey_goes_on(checkout, tmp_path, monkeypatch, capsys):
+    def broken(task, submission, options, path, **_):
+        if task.name == "missing":
+            raise RuntimeError("no worker")
+        return recorded(task, submission, options, path)
+
+    monkeypatch.setattr(arena_run, "run", broken)
+    found = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "", ("test",))
+    rows = {(entry.problem, entry.kind): entry.cells() for entry in found}
+    assert rows["a/missing", "baseline"][2] == "not run"
+    assert rows["a/missing", "baseline"][-1] == "the arena failed: RuntimeError: no worker"
+    assert rows["b/good", "baseline"][2:5] == ("correct here", "4 of 4", ""), "only its tests were asked for"
+    assert "no worker" in capsys.readouterr().err

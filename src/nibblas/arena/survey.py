@@ -1,28 +1,40 @@
 """Every problem of a checkout of gpu-mode/reference-kernels with its own baseline, and the table of what came of it.
 
 `python -m nibblas.arena.survey CHECKOUT RECORDS` runs what the folder RECORDS holds no record of yet, and prints the
-table in Markdown; with --write it goes between the marks of docs/arena.md. Where a baseline can't run here, the
-problem's reference is run as a submission too, which shows whether the problem can be judged.
+table in Markdown; with --write it goes between the marks of docs/arena.md, of a GPU and of a CPU in two places. Where a
+baseline can't run here, the problem's reference is run as a submission too, which shows whether the problem can be
+judged. Several may run at once with --tests-only; times need the machine alone.
 """
 
 import argparse
 import re
 import signal
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nibblas.arena import record as records
 from nibblas.arena.problem import ArenaError, Task, read_task
 from nibblas.arena.record import CaseResult, Mode, Record
+from nibblas.arena.show import floor_share
 from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
 
-PART = Part("docs/arena.md", "reference-kernels", "nibblas.arena.survey")
+if TYPE_CHECKING:
+    from nibblas.arena.run import Options
+
+MODULE = "nibblas.arena.survey"
+PARTS = {
+    "cpu": Part("docs/arena.md", "reference-kernels", MODULE),
+    "cuda": Part("docs/arena.md", "reference-kernels-gpu", MODULE),
+}
 HEAD = ("problem", "submission", "verdict", "tests passed", "timed", "median", "95 % interval", "of floor", "notes")
 MAX_NOTE = 110
+MODES: tuple[Mode, ...] = ("test", "benchmark")
 
 
 @dataclass(frozen=True)
@@ -35,12 +47,19 @@ class Entry:
     submission: Submission | None = None
     refusal: str = ""
     runs: dict[Mode, Record] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)  # of the arena itself, in place of runs
+
+    @property
+    def reason(self) -> str:
+        """Why the tests did not pass."""
+        return self.runs["test"].reason if "test" in self.runs else "; ".join(self.faults)
 
     def cells(self) -> tuple[str, ...]:
         """Its line of the table, in the order of HEAD."""
         test = self.runs.get("test")
         if test is None or self.task is None:
-            return (self.problem, self.kind, "refused", *[""] * 5, _brief(self.refusal))
+            verdict = "refused" if self.refusal else "not run"
+            return (self.problem, self.kind, verdict, *[""] * 5, brief(self.refusal or self.reason))
         passed = sum(case.verdict == "correct" for case in test.cases)
         is_judged = test.verdict not in ("incompatible here", "refused")
         return (
@@ -57,9 +76,8 @@ class Entry:
         if case is None or case.statistics is None:
             return "", "", "", ""
         found = case.statistics
-        share = f"{case.floor_ns / found.median_ns:.0%}" if case.floor_ns else ""
-        interval = f"{_duration(found.low_ns)} to {_duration(found.high_ns)}"
-        return _sizes(case), _duration(found.median_ns), interval, share
+        interval = f"{duration(found.low_ns)} to {duration(found.high_ns)}"
+        return sizes(case), duration(found.median_ns), interval, floor_share(case)
 
     def _timed(self) -> tuple[CaseResult, ...]:
         benchmark = self.runs.get("benchmark")
@@ -70,7 +88,7 @@ class Entry:
             "" if test.verdict == "correct here" else test.reason.replace("interrupted", "stopped by the time limit")
         )
         used = sorted({name.split(".")[0] if name.startswith("aiter") else name for name in test.stand_ins})
-        return "; ".join(filter(None, [_brief(reason), f"stand-ins: {', '.join(used)}" if used else ""]))
+        return "; ".join(filter(None, [brief(reason), f"stand-ins: {', '.join(used)}" if used else ""]))
 
 
 def entries(checkout: Path) -> Iterator[Entry]:
@@ -95,7 +113,9 @@ def reference_as_submission(task: Task) -> Submission:
     return Submission(reference.path, task.submission_name, {task.submission_name: text})
 
 
-def survey(checkout: Path, folder: Path, device: str, budget: float, seconds: float, only: str) -> list[Entry]:
+def survey(
+    checkout: Path, folder: Path, device: str, budget: float, seconds: float, only: str, modes: Sequence[Mode] = MODES
+) -> list[Entry]:
     """Run what has no record in the folder yet, and return all entries of the table with their records.
 
     budget : seconds for the one benchmark case, the problem's first, that is timed where the tests passed.
@@ -109,8 +129,8 @@ def survey(checkout: Path, folder: Path, device: str, budget: float, seconds: fl
         if before is not None and not _is_incompatible(before):
             continue
         if entry.task is not None and entry.submission is not None:
-            _run(entry, entry.task, entry.submission, folder, device, budget, seconds)
-        if before is not None and entry.runs["test"].reason == before.runs["test"].reason:
+            _run(entry, entry.task, entry.submission, folder, device, budget, seconds, modes)
+        if before is not None and entry.reason == before.reason:
             continue  # it is the problem that can't be run here, which the line before says
         found.append(entry)
         print(" | ".join(entry.cells()), file=sys.stderr)
@@ -122,26 +142,61 @@ def _is_incompatible(entry: Entry) -> bool:
 
 
 def _run(
-    entry: Entry, task: Task, submission: Submission, folder: Path, device: str, budget: float, seconds: float
+    entry: Entry,
+    task: Task,
+    submission: Submission,
+    folder: Path,
+    device: str,
+    budget: float,
+    seconds: float,
+    modes: Sequence[Mode],
 ) -> None:
-    modes: tuple[Mode, ...] = ("test", "benchmark")
+    from nibblas.arena.run import Options
+
     for mode in modes:
         path = folder / f"{entry.problem.replace('/', '.')}.{entry.kind}.{mode}.json"
-        if not path.exists():
-            from nibblas.arena.run import Options, run
-
-            first_only = replace(task, benchmarks=task.benchmarks[:1])
-            options = Options(mode, device, budget=budget, command=f"python -m nibblas.arena.survey, {mode}")
-            with _interrupted_after(seconds):
-                run(first_only, submission, options, path)
-        entry.runs[mode] = records.read(path)
-        if entry.runs[mode].verdict != "correct here":
+        first_only = replace(task, benchmarks=task.benchmarks[:1])
+        options = Options(mode, device, budget=budget, command=f"python -m {MODULE}, {mode}")
+        found = kept_run(path, seconds, first_only, submission, options)
+        if isinstance(found, str):
+            entry.faults.append(found)
             return
+        entry.runs[mode] = found
+        if found.verdict != "correct here":
+            return
+
+
+def kept_run(
+    path: Path,
+    seconds: float,
+    task: Task,
+    submission: Submission,
+    options: "Options",
+    *,
+    against: Submission | None = None,
+    resumes: bool = False,
+) -> Record | str:
+    """The record in a file, which is made by a run where it is not there, or, with `resumes`, where it isn't complete.
+
+    A run is stopped after so many seconds, and its record keeps what it has. Where the arena itself fails, why.
+    """
+    from nibblas.arena import run as arena
+
+    resumed = records.read(path) if path.exists() else None
+    if resumed is not None and (resumed.complete or not resumes):
+        return resumed
+    try:
+        with _interrupted_after(seconds):
+            return arena.run(task, submission, options, path, against=against, resumed=resumed)
+    except Exception as error:
+        traceback.print_exc()
+        return f"the arena failed: {type(error).__name__}: {error}"
+    return records.read(path) if path.exists() else f"not started within {seconds:g} s"
 
 
 @contextmanager
 def _interrupted_after(seconds: float) -> Iterator[None]:
-    """A run is told to stop as by Ctrl-C; its record keeps what it has."""
+    """What takes longer is told to stop as by Ctrl-C, and ends quietly."""
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -157,7 +212,7 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 def table(found: list[Entry]) -> str:
     """The table in Markdown, below a line that names the machine."""
     runs = [run for entry in found for run in entry.runs.values()]
-    machines = sorted({f"{run.environment.device}, {run.environment.threads} threads" for run in runs})
+    machines = sorted({machine(run) for run in runs})
     days = sorted({run.when[:10] for run in runs})
     tested = [entry.runs["test"].verdict for entry in found if "test" in entry.runs]
     lines = [
@@ -171,18 +226,26 @@ def table(found: list[Entry]) -> str:
     return "\n".join(lines)
 
 
-def _sizes(case: CaseResult) -> str:
+def machine(run: Record) -> str:
+    """The device of a run, of a CPU with its threads."""
+    found = run.environment
+    return f"{found.device}, {found.threads} threads" if found.threads else found.device
+
+
+def sizes(case: CaseResult) -> str:
     return ", ".join(f"{key} {value}" for key, value in case.values.items() if key != "seed")
 
 
-def _duration(ns: float) -> str:
+def duration(ns: float) -> str:
+    """A time in three digits."""
     for limit, unit, scale in ((1e3, "ns", 1.0), (1e6, "us", 1e3), (1e9, "ms", 1e6)):
         if ns < limit:
             return f"{ns / scale:.3g} {unit}"
     return f"{ns / 1e9:.3g} s"
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """The start of a text, for a cell of a table."""
     text = " ".join(text.split()).replace("|", "\\|")
     return text if len(text) <= MAX_NOTE else f"{text[: MAX_NOTE - 3]}..."
 
@@ -196,13 +259,15 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=3.0, help="seconds for the timed case")
     parser.add_argument("--seconds", type=float, default=300.0, help="after which a run is stopped")
     parser.add_argument("--only", default="", help="a regular expression for set/name")
+    parser.add_argument("--tests-only", action="store_true", help="time nothing, so that several may run at once")
     parser.add_argument("--write", action="store_true", help="write the table to docs/arena.md")
     given = parser.parse_args()
     if not (given.checkout / "problems").is_dir():
         parser.error(f"{given.checkout} has no folder problems")
-    found = survey(given.checkout, given.records, given.device, given.budget, given.seconds, given.only)
+    modes = MODES[:1] if given.tests_only else MODES
+    found = survey(given.checkout, given.records, given.device, given.budget, given.seconds, given.only, modes)
     if given.write:
-        PART.write(table(found))
+        PARTS[given.device.split(":")[0]].write(table(found))
     else:
         print(table(found))
 
