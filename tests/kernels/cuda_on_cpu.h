@@ -203,6 +203,8 @@ static inline uint32_t permute(uint32_t lower, uint32_t upper, uint32_t which) {
     return bytes;
 }
 
+static inline void keep(uint32_t&) {}
+
 static inline uint32_t flip_signs(uint32_t codes) { return codes ^ 0x88888888u; }
 
 static inline uint32_t decode_scales(uint16_t bytes) {

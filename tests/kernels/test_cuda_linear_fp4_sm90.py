@@ -89,6 +89,7 @@ def linear(on_cpu, monkeypatch):
         (1, 1, 40, 2048, Config(1, 4)),
         (1, 1, 40, 2048, Config(2, 2, depth=4)),
         (1, 1, 150, 640, Config(8, 1)),
+        (1, 1, 150, 640, Config(4, 2, lines=False)),
         (2, 3, 17, 640, Config(1, 16, depth=3)),
         (3, 8, 33, 128, Config(4, 2)),
         (2, 2, 33, 1024, Config(2, 4, depth=3)),

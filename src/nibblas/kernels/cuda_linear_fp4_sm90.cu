@@ -17,12 +17,13 @@
 // ROW_WARPS    warps of a CTA beside each other along N, 16 rows of b each
 // K_WARPS      warps that split K; their sums are added in a fixed order
 // DEPTH        as above
+// LINES        1 if a copy of a warp takes whole lines of 128 bytes, 0 if halves of twice as many rows
 // MIN_BLOCKS   CTAs that must fit on a multiprocessor
 
 constexpr int THREADS = ROW_WARPS * K_WARPS * 32;
 constexpr int ROWS = ROW_WARPS * 16;
 constexpr int PAIRS = (M + 1) / 2;           // of rows of a
-constexpr int CODES = 2048, STAGE = CODES + 256;  // bytes of a stage: codes [2 chunks][2][32 lanes] of 16, scales [16][16]
+constexpr int CODES = 2048, STAGE = CODES + 256;  // bytes of a stage: codes [16][8] of 16 (LINES) or [2 chunks][2][32 lanes] of 16, scales [16][16]
 constexpr int A_STAGE = 512;                 // bytes of a: [2 chunks][2 blocks][2 halves][4 t] of 4 a, 4 -a, 4 a, 4 -a
 constexpr u32 ZERO = 0x4B400000u;            // 1.5 * 2^23 in fp32: with an integer added, it is that much more in fp32 too
 
@@ -71,6 +72,9 @@ __device__ __forceinline__ u32 permute(u32 lower, u32 upper, u32 which) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(lower), "r"(upper), "r"(which));
     return bytes;
 }
+
+// A value that is not computed again where it is needed.
+__device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
 
 // Said so, it is not done once more for the upper half.
 __device__ __forceinline__ u32 flip_signs(u32 codes) {
@@ -167,15 +171,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
     };
     read_a();
 
+    // A copy of a warp takes 128 bytes of 4 rows (LINES), or 64 bytes of 8.
+    constexpr int AT_ONCE = LINES ? 4 : 8, ROW_COPIES = 16 / AT_ONCE;
     const int warp_row = first_row + row_warp * 16;
-    const u8* codes[2];
+    const int line = lane / (32 / AT_ONCE), piece = lane % (32 / AT_ONCE);
+    const u8* codes[ROW_COPIES];
     #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const u64 row = min(warp_row + g + 8 * r, p.N - 1);  // past the last row it is read again, and not stored
-        codes[r] = p.b + batch * p.b_batch + row * p.b_pitch + k_warp * 128 + t * 16;
+    for (int r = 0; r < ROW_COPIES; r++) {
+        const u64 row = min(warp_row + line + AT_ONCE * r, p.N - 1);  // past the last it is read again, and not stored
+        codes[r] = p.b + batch * p.b_batch + row * p.b_pitch + k_warp * 128 + piece * 16;
     }
     const u8* scales = p.b_scales + batch * p.b_scales_batch
         + (u64)min(warp_row + (lane >> 1), p.N - 1) * p.b_scales_pitch + k_warp * 16 + (lane & 1) * 8;
+    // Halves of a line change places in odd rows, or the banks of two rows would meet.
+    u32 to = LINES ? line * 128 + (piece ^ (line & 1) << 2) * 16 : lane * 16;
+    keep(to);
     int wanted = 0;
     u8* fill = ring;
     const auto copy_stage = [&]() {
@@ -183,14 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
             // Of a chunk past K the codes are whatever was there, as a is zero; the scales must not be NaN.
             const bool whole = (k_warp + wanted * K_WARPS) * 2 + 1 < chunks;
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if (i && !whole) continue;
-                copy_16(fill + i * 1024 + lane * 16, codes[0] + i * 64);
-                copy_16(fill + i * 1024 + lane * 16 + 512, codes[1] + i * 64);
+            for (int r = 0; r < ROW_COPIES; r++) {
+                if (!LINES || whole || piece < 4) copy_16(fill + r * 512 + to, codes[r]);
+                if (!LINES && whole) copy_16(fill + r * 512 + to + 1024, codes[r] + 64);
+                codes[r] += K_WARPS * 128;
             }
             copy_8(fill + CODES + lane * 8, scales, whole || !(lane & 1));
-            codes[0] += K_WARPS * 128;
-            codes[1] += K_WARPS * 128;
             scales += K_WARPS * 16;
         }
         commit();
@@ -224,7 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
             u32 pair[2];
             #pragma unroll
             for (int r = 0; r < 2; r++) {
-                word[r] = *(const uint4*)(stage + i * 1024 + r * 512 + lane * 16);
+                const int from = LINES ? r * 1024 + g * 128 + ((i ^ g & 1) * 4 + t) * 16 : i * 1024 + r * 512 + lane * 16;
+                word[r] = *(const uint4*)(stage + from);
                 pair[r] = decode_scales(*(const u16*)(stage + CODES + (g + 8 * r) * 16 + i * 8 + t * 2));
             }
             #pragma unroll

@@ -1,7 +1,7 @@
 """c = a @ b.T, both NVFP4 in LINEAR layouts, for at most 8 rows of a on Hopper, in CUDA C++: bound by reading b once.
 
 Nothing is prepacked. Codes become integers by byte permutations that take them as selectors, a block's products are
-summed exactly by integer mma, and only those sums meet the scales: 15 instructions for 8 codes of b and a lane where a
+summed exactly by integer mma, and only those sums meet the scales: 16 instructions for 8 codes of b and a lane where a
 has one row, of 29 for which there is time. K is split over the warps of a CTA, whose sums are added in a fixed order.
 Weakness: every further row of a costs 3 instructions for 8 codes of b, which from 5 rows on take longer than reading
 them; every CTA decodes all of a anew, and holds it.
@@ -41,6 +41,7 @@ class Config:
     k_warps: int
     depth: int = 2
     min_blocks: int = 1
+    lines: bool = True
 
     @property
     def threads(self) -> int:
@@ -59,6 +60,7 @@ class Config:
             "K_WARPS": self.k_warps,
             "DEPTH": self.depth,
             "MIN_BLOCKS": self.min_blocks,
+            "LINES": int(self.lines),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
