@@ -11,7 +11,7 @@ from arena_records import BAD, GOOD, SIZES, timed, untimed
 from rich.console import Console
 
 from nibblas.arena.page import page
-from nibblas.arena.record import Errors, Sample, Statistics
+from nibblas.arena.record import Errors, Sample, Statistics, Traced
 from nibblas.arena.show import (
     clean,
     comparison_in_words,
@@ -260,3 +260,12 @@ def test_the_page_fits_a_phone_and_axe_finds_nothing(tmp_path):
             assert tab.evaluate("document.documentElement.scrollWidth") <= 390
             assert [violation["id"] for violation in Axe().run(tab).response["violations"]] == []
         browser.close()
+
+
+def test_what_a_profiler_saw_is_shown_beside_the_events():
+    first, *others = GOOD.cases
+    seen = replace(first, traced=Traced(8, 21e3, 17.5e3, 24e3))
+    text = " ".join(shown(replace(GOOD, cases=(seen, *others)), width=400).split())
+    assert "8 kernels, copies and fills in 21.00 us, 17.50 us of them at work; 24.00 us by events" in text
+    blind = replace(first, traced=Traced(why_not="the profiler saw no kernels"))
+    assert "the profiler saw no kernels" in shown(replace(GOOD, cases=(blind, *others)))

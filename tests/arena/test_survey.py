@@ -165,3 +165,12 @@ def test_a_fault_of_the_arena_is_told_and_the_survey_goes_on(checkout, tmp_path,
     assert rows["a/missing", "baseline"][-1] == "the arena failed: RuntimeError: no worker"
     assert rows["b/good", "baseline"][2:5] == ("correct here", "4 of 4", ""), "only its tests were asked for"
     assert "no worker" in capsys.readouterr().err
+
+
+def test_a_record_that_can_not_be_read_stands_for_itself(checkout, runs, tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "b.good.baseline.test.json").write_text("{}")
+    (entry, *_) = survey(checkout, kept, "cpu", 1.0, 60.0, "^b/")
+    assert runs == []
+    assert entry.cells()[-1].startswith("the record can't be read here: ")

@@ -27,7 +27,7 @@ from nibblas.arena import correctness, coverage, record, standins, submission, t
 from nibblas.arena.clocks import Clocks
 from nibblas.arena.launcher import Process, hide_from_other_processes
 from nibblas.arena.native import BuildError, Native
-from nibblas.arena.parties import Contestant, FaultError, JudgeError, JudgeProcess, Made
+from nibblas.arena.parties import KEPT_TEXT, Contestant, FaultError, JudgeError, JudgeProcess, Made
 from nibblas.arena.problem import ArenaError, Case, Dialect, Task
 from nibblas.arena.record import (
     CaseResult,
@@ -326,8 +326,13 @@ class _Run:
                 continue
             self.progress(f"tracing {result.text}")
             case = next(case for case in self.task.cases(result.kind) if case.text == result.text)
-            traced = _Case(self, result.kind, case, self.contestants[0]).trace(result)
+            try:
+                traced = _Case(self, result.kind, case, self.contestants[0]).trace(result)
+            except FaultError as fault:  # of the profiler, for all that is known, and then in the other cases as well
+                traced = replace(result, traced=Traced(why_not=fault.message[:KEPT_TEXT]))
             self._keep(cases=(*self.record.cases[:place], traced, *self.record.cases[place + 1 :]))
+            if traced.traced is not None and not traced.traced.kernels:
+                return
 
     def _is_traceable(self) -> bool:
         """Whether there is a profiler of the device's own work."""
@@ -501,17 +506,13 @@ class _Case:
         return True
 
     def trace(self, result: CaseResult) -> CaseResult:
-        """That result with what a profiler sees of one more call, which is checked as all others are."""
-        contestant, index, timer = self.contestant, result.calls, self.run.record.protocol.timer
-        try:
-            contestant.start()
-            with self._made(index, secret=True, hardened=False, anew=True) as made:
-                call = contestant.call(
-                    made, self.run.judge.room, self.run.device.type, elsewhere=False, inspect=False, traced=True
-                )
-                good, message, _ = self.run.judge.check(call.returned, measure=False)
-        except FaultError as fault:  # the profiler's, as far as anyone knows: the same calls went well without it
-            return replace(result, traced=Traced(why_not=fault.message[:300]))
+        """That result with what a profiler sees of one more call, which is checked as all others are; or FaultError."""
+        run, contestant, index = self.run, self.contestant, result.calls
+        timer = run.record.protocol.timer
+        contestant.start()
+        with self._made(index, secret=True, hardened=False, anew=True) as made:
+            call = contestant.call(made, run.judge.room, run.device.type, elsewhere=False, inspect=False, traced=True)
+            good, message, _ = run.judge.check(call.returned, measure=False)
         event = timing.nanoseconds(call.spans, contestant.timers)[timer]
         found = timing.traced(call.work, event)
         finding = timing.untraced_work(found, result.samples, timer)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nibblas.arena.coverage import gaps
-from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record
+from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -111,6 +111,19 @@ def floor_share(case: CaseResult) -> str:
     return f"{case.floor_ns / case.statistics.median_ns:.0%}"
 
 
+def traced_in_words(found: Traced) -> str:
+    """What a profiler saw of one call, or why it saw nothing.
+
+    >>> traced_in_words(Traced(kernels=8, span_ns=21_000.0, busy_ns=17_500.0, event_ns=24_000.0))
+    '8 kernels, copies and fills in 21.00 us, 17.50 us of them at work; 24.00 us by events'
+    """
+    if not found.kernels:
+        return found.why_not
+    by_events = "" if found.event_ns is None else f"; {in_words(found.event_ns)} by events"
+    span, busy = in_words(found.span_ns), in_words(found.busy_ns)
+    return f"{found.kernels} kernels, copies and fills in {span}, {busy} of them at work{by_events}"
+
+
 def histogram(values: Sequence[float], bins: int) -> tuple[str, float, float]:
     """How often values occur, as a row of block characters from `low` to `high`, which are returned too.
 
@@ -204,6 +217,10 @@ def _print_cases(kind: str, cases: Sequence[CaseResult], console: Console) -> No
             console.print(Text(clean(case.report, 20_000)))
     if is_timed:
         _print_samples([case for case in cases if case.statistics], shared, console)
+        for case in cases:
+            if case.traced is not None:
+                text = escape(clean(short_text(case, shared), 400))
+                _say(console, f"[dim]Under a profiler, {text}: {escape(clean(traced_in_words(case.traced), 400))}.[/]")
     if answers := answers_in_words(cases):
         _say(console, f"[dim]{answers}[/]")
 

@@ -182,8 +182,8 @@ def kept_run(
     """
     from nibblas.arena import run as arena
 
-    resumed = records.read(path) if path.exists() else None
-    if resumed is not None and (resumed.complete or not resumes):
+    resumed = _read(path) if path.exists() else None
+    if isinstance(resumed, str) or (resumed is not None and (resumed.complete or not resumes)):
         return resumed
     try:
         with _interrupted_after(seconds):
@@ -191,7 +191,14 @@ def kept_run(
     except Exception as error:
         traceback.print_exc()
         return f"the arena failed: {type(error).__name__}: {error}"
-    return records.read(path) if path.exists() else f"not started within {seconds:g} s"
+    return _read(path) if path.exists() else f"not started within {seconds:g} s"
+
+
+def _read(path: Path) -> Record | str:
+    try:
+        return records.read(path)
+    except (OSError, ValueError, ImportError) as error:  # what checks a record may not be installed where it is made
+        return f"the record can't be read here: {error}"
 
 
 @contextmanager
