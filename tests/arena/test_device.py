@@ -1,0 +1,98 @@
+"""The worker's way with a GPU, whose calls are taken by fakes: in what order, and what becomes of what they tell."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from nibblas.arena import device
+from nibblas.arena.device import Gpu, Work
+
+
+class Event:
+    """An event that comes when it is recorded."""
+
+    def __init__(self, enable_timing=False):
+        self.ns = None
+
+    def record(self, stream=None):
+        self.ns = time.perf_counter_ns()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return (other.ns - self.ns) / 1e6
+
+
+class Profile:
+    """A profiler that saw the caches emptied, two kernels, and what is no work of the device."""
+
+    def __init__(self, activities):
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def events(self):
+        def event(start, end, kind=DeviceType.CUDA, **more):
+            return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), device_type=kind, **more)
+
+        host, note = event(0, 500, DeviceType.CPU), event(0, 500, is_user_annotation=True)
+        return [event(100, 110), event(0, 90), event(112, 130), host, note]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Gpu over the fakes; `chosen` are the numbers of the devices that were made the current one."""
+    chosen, empty = [], torch.empty
+
+    def set_device(number):
+        assert type(number) is int, "torch takes no device without a number here"
+        chosen.append(number)
+
+    fakes = {
+        "set_device": set_device,
+        "init": lambda: None,
+        "current_device": lambda: chosen[-1],
+        "Event": Event,
+        "current_stream": lambda device: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_CudaEventBase", Event, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_synchronize", lambda: None, raising=False)
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(device, "cold_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(device, "_persisting_lines_forgotten", lambda: lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: empty(*sizes, **more))
+    return lambda name: (Gpu(torch.device(name)), chosen)
+
+
+@pytest.mark.parametrize(("name", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_may_be_named_without_its_number(gpu, name, number):
+    made, chosen = gpu(name)
+    assert chosen == [number]
+    assert made.device == torch.device("cuda", number)
+
+
+def test_a_call_is_timed_by_events_and_the_host_and_the_caches_are_emptied_before(gpu):
+    made, _ = gpu("cuda")
+    made._buffer.fill_(7)
+    spans, output = made.timed(lambda data: int(made._buffer.sum()) + data, 1)
+    assert output == 1
+    assert set(spans) == set(made.timers)
+    assert 0 < spans["event"] < spans["host"]
+
+
+def test_what_the_profiler_saw_is_the_calls_own_work(gpu):
+    made, _ = gpu("cuda")
+    spans, output, work = made.traced(lambda data: data, 1)
+    assert output == 1
+    assert set(spans) == set(made.timers)
+    assert work == Work(kernels=2, span_ns=30e3, busy_ns=28e3)
