@@ -296,3 +296,11 @@ def test_timing_says_nothing_about_numerics():
     timed, checked = of(error=None), of(samples=(), error=1e-7)
     assert (numerics_level([timed]), timing_level([timed])) == ("none", "measured")
     assert (numerics_level([checked]), timing_level([checked])) == ("checked-hardened", "compiled")
+
+
+def test_times_of_dependent_launches_make_no_choice(tmp_path):
+    store = Store(tmp_path / "shipped", tmp_path / "local")
+    store.add([replace(MEASURED, config={"dependent_launch": True})])
+    assert nearest(store) is None
+    store.add([MEASURED])
+    assert nearest(store) == (MEASURED, 0.0)

@@ -11,6 +11,7 @@ from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout
 from nibblas.ops import (
     bmm,
+    dependent_launch,
     explain,
     gated_linear,
     grouped_linear,
@@ -42,6 +43,7 @@ __all__ = [
     "StorageError",
     "TiledLayout",
     "bmm",
+    "dependent_launch",
     "dequantize",
     "explain",
     "gated_linear",

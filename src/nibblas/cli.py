@@ -436,6 +436,9 @@ def bench(
     threads: Threads = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each kernel on each problem.")] = 30,
     seconds: Annotated[float, typer.Option(min=0, help="Take no more samples of a problem after this time.")] = 1.0,
+    dependent_launch: Annotated[
+        bool, typer.Option(help="Launch kernels as nb.dependent_launch() lets them; torch's and peers' as ever.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Append the measurements to this JSONL file, not to this machine's evidence.")
     ] = None,
@@ -457,6 +460,7 @@ def bench(
     from nibblas import evidence
     from nibblas.bench.sweep import kernels_of, print_results, random_problems, sweep
     from nibblas.bench.sweep_quantize import sweep_quantize
+    from nibblas.ops import dependent_launch as set_dependent_launch
 
     names = _split(kernels)
     known = [kernel.name for kernel in kernels_of(op)]
@@ -465,6 +469,7 @@ def bench(
     matrices = [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))]
     rows = [M for (M,) in (_sizes(rows, "M") for rows in _split(M))]
     wanted = [_format(name) for name in _split(formats)]
+    set_dependent_launch(dependent_launch)
     with _progress("bench") as advance:
         options: dict[str, Any] = {
             "device": _device(device),

@@ -38,6 +38,8 @@ class Measurement:
     Times are seconds. `error` is the largest deviation of this run's output from the float64 oracle, each element's
     over its expected size (reference.magnitude); `hardened` says that the inputs covered all codes and scales. `beside`
     holds the medians of what else was timed, interleaved, in the same run. No samples: the kernel was only compiled.
+    `config` holds how the kernel was run; times under {"dependent_launch": true} are shown on their own, and no choice
+    is made by them.
     """
 
     kernel: str
@@ -62,6 +64,11 @@ class Measurement:
     def median(self) -> float:
         """The middle sample; infinite where there is none."""
         return statistics.median(self.samples) if self.samples else math.inf
+
+    @property
+    def is_dependent(self) -> bool:
+        """Whether launches overlapped with those before them."""
+        return bool(self.config.get("dependent_launch"))
 
     @property
     def spread(self) -> float:
@@ -205,7 +212,7 @@ class Store:
         for m in measurements:
             alike = self._timed[m.kernel, m.digest, m.device, m.threads, _kind(m.problem)]
             sizes = _sizes(m.problem)
-            if m.samples and (sizes not in alike or alike[sizes].when <= m.when):
+            if m.samples and not m.is_dependent and (sizes not in alike or alike[sizes].when <= m.when):
                 alike[sizes] = m
 
 

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nibblas.dispatch import Explanation, age, explain_problem
+from nibblas.dispatch import Explanation, age, explain_problem, forget
 from nibblas.formats import Format, as_format
+from nibblas.kernels import cuda_module
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
 from nibblas.operators import Operand, as_arguments, linear_problem
@@ -584,6 +585,17 @@ def _scale_layout(format: Format, device: torch.device, age: int) -> TiledLayout
         return explain_problem(replace(square, a_layouts=stored, b_layouts=stored), device).candidates[0].seconds
 
     return min((LINEAR, BLOCKED_128x4), key=seconds)
+
+
+def dependent_launch(enabled: bool = True) -> None:
+    """Let kernels that can (cuda_linear_sm90) start before the kernel before them on their stream has ended.
+
+    For this process; off at first. Such a kernel reads its weights early, and all else once the kernel before it is
+    done (CUDA's programmatic dependent launch), which hides most of its start. Weights must not be written by a kernel
+    that lets the next one start early; none of nibblas's does. Graphs keep the setting they were captured with.
+    """
+    cuda_module.dependent = enabled
+    forget()
 
 
 def explain(

@@ -3,14 +3,14 @@
 import re
 import subprocess
 from importlib.util import find_spec
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
 
-from nibblas import ops, reference
+from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cuda_linear_sm90, cuda_module
 from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure, configure_invariant
@@ -141,6 +141,23 @@ def test_machine_code_of_one_chain_of_sums(format, columns, tmp_path):
     assert not code or products == 8 * config.row_tiles * config.column_tiles(columns)
 
 
+@pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+@pytest.mark.parametrize("columns", [1, 64])
+def test_machine_code_of_a_dependent_launch(columns, tmp_path, monkeypatch):
+    """Weights are asked for before the wait for the grid before, activations and results only after it."""
+    config = configure(7168, 16384, columns)
+    options = Config.options
+    monkeypatch.setattr(Config, "options", lambda *arguments: (*options(*arguments), "-DDEPENDENT"))
+    report, code = machine_code(config, NVFP4, 1, columns, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    if code:
+        early, late = re.split(r"ACQBULK", code)
+        assert "PREEXIT" in early
+        assert "LDGSTS.E.BYPASS" in early
+        assert not re.search(r"\b(LDG|STG)\.", early)
+        assert "STG." in late
+
+
 def test_a_kernel_on_disk_needs_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
     made = []
@@ -205,6 +222,24 @@ def test_a_bound_launch_is_a_launch(launched, format):
     run(unaligned, out)
     assert launched[-1][2] not in (unaligned.data_ptr(), a.data_ptr())
     assert launched[-1][2] % 16 == 0
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_dependent_launch_is_asked_for(monkeypatch, enabled):
+    made = []
+    monkeypatch.setattr(cuda_linear_sm90, "_launches", cuda_module.Launches())
+    monkeypatch.setattr(cuda_linear_sm90, "load", lambda *arguments: made.append(arguments[2]) or 0)
+    monkeypatch.setattr(cuda_linear_sm90, "Launch", lambda *arguments: made.append(arguments[-1]))
+    before = dispatch.age()
+    ops.dependent_launch(enabled)
+    try:
+        cuda_linear_sm90.prepare(NVFP4, 1, 1, 64, 128, 1, 0)
+    finally:
+        ops.dependent_launch(False)
+    options, attribute = made
+    assert attribute is enabled
+    assert ("-DDEPENDENT" in options) is enabled
+    assert dispatch.age() > before  # what was bound is bound anew
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -285,6 +320,37 @@ def test_results_repeat_on_two_streams():
     torch.cuda.synchronize()
     for out, expected in zip(outs, first, strict=True):
         assert torch.equal(out, expected.expand_as(out))
+
+
+@on_hopper
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_dependent_launches_find_what_those_before_them_wrote(format):
+    """Each product's activations are the result of the one before, in one graph."""
+    one = format.scale_code.one
+    b = random_codes((512, 512), format, generator(13), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
+    b = prepacked(b)
+    for M in (1, 16, 64):
+        x = [random_dense((M, 512), torch.bfloat16, generator(14), "cuda")]
+        x += [torch.empty_like(x[0]) for _ in range(8)]  # of growing values, all finite
+        expected = [x[0], *(torch.empty_like(x[0]) for _ in range(8))]
+        for source, out in pairwise(expected):
+            cuda_linear_sm90.launch(source, b, None, out)
+        assert all(out.isfinite().all() and out.any() for out in expected)
+        ops.dependent_launch()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for source, out in pairwise(x):
+                    cuda_linear_sm90.launch(source, b, None, out)
+            for _ in range(20):
+                for out in x[1:]:
+                    out.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                for out, right in zip(x, expected, strict=True):
+                    assert torch.equal(out, right)
+        finally:
+            ops.dependent_launch(False)
 
 
 @on_hopper

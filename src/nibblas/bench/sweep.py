@@ -31,6 +31,7 @@ from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
+from nibblas.kernels import cuda_module
 from nibblas.kernels import kernels as all_kernels
 from nibblas.layouts import LINEAR
 from nibblas.memory import cold_bytes
@@ -447,6 +448,7 @@ def measured(
     """A Measurement of each of our kernels in `timed`; `kernels` by Timed.name, `arguments` of the command."""
     where = f"--threads {line.threads}" if line.threads else f"--device {device.type}"
     calls = "graphs of launches" if device.type == "cuda" else "single calls"
+    config = {"dependent_launch": True} if cuda_module.dependent else {}
     when, facts = datetime.now(UTC).isoformat(timespec="seconds"), probe.facts(device)
     return tuple(
         Measurement(
@@ -456,13 +458,14 @@ def measured(
             device=line.device,
             threads=line.threads,
             when=when,
-            command=f"nibblas bench {arguments} {where}",
+            command=f"nibblas bench {arguments} {where}{' --dependent-launch' * bool(config)}",
             method=f"{caches}, {calls}, interleaved",
             samples=t.samples,
             floor=floor,
             error=t.error,
             hardened=hardened,
             beside={other.name: other.median for other in timed if other is not t},
+            config=config,
             versions=_versions(),
             facts=facts,
         )

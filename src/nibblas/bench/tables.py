@@ -64,14 +64,17 @@ def support_table() -> str:
     return "\n".join(lines)
 
 
-def products() -> list[Measurement]:
-    """Of the shipped evidence, the fastest kernel of each plain bf16 x FP4 product, device and number of threads."""
+def products(dependent: bool = False) -> list[Measurement]:
+    """Of the shipped evidence, the fastest kernel of each plain bf16 x FP4 product, device and number of threads.
+
+    dependent : those whose launches overlapped, instead of those whose launches did not.
+    """
     best: dict[tuple, Measurement] = {}
     for m in evidence.store().shipped_only():
         p = m.problem
         plain = (p.op, p.a, p.out, p.L, p.bias, p.batch_invariant) == ("linear", "bf16", "bf16", 1, False, False)
         key = (m.device, m.threads, p.b, p.N, p.K, p.M)
-        if plain and m.samples and (key not in best or m.median < best[key].median):
+        if plain and m.samples and m.is_dependent == dependent and (key not in best or m.median < best[key].median):
             best[key] = m
     return [m for _, m in sorted(best.items())]
 
@@ -119,6 +122,9 @@ def figures_table() -> str:
         for peer in dict.fromkeys(name for m in of_device for name in ratios(m)):
             timed = [m for m in of_device if peer in ratios(m)]
             lines += ["", *_by_rows(f"over {peer}", timed, partial(_times, peer=peer))]
+        overlapped = [m for m in products(dependent=True) if m.device == device]
+        if overlapped:
+            lines += ["", *_by_rows("time, share of the floor, with dependent launch", overlapped, _time_and_share)]
     return "\n".join(lines[1:])
 
 

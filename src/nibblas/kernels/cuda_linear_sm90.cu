@@ -13,6 +13,7 @@
 // ROW_WARPS, K_WARPS, CLUSTER, ROW_TILES, DEPTH as above
 // MIN_BLOCKS   CTAs that must fit on a multiprocessor
 // ONE_CHAIN    set where a column's sum must not depend on how many columns there are
+// DEPENDENT    set where a grid may start before the one before it has ended: until then it reads nothing but b
 
 constexpr int WARPS = ROW_WARPS * K_WARPS;
 constexpr int THREADS = WARPS * 32;
@@ -41,6 +42,20 @@ struct Arguments {
     int M, N, K;
     int bias_type, out_type;
 };
+
+#ifdef DEPENDENT
+constexpr bool IS_DEPENDENT = true;
+#else
+constexpr bool IS_DEPENDENT = false;
+#endif
+
+__device__ __forceinline__ void let_next_grid_start() {
+    if (IS_DEPENDENT) asm volatile("griddepcontrol.launch_dependents;");
+}
+
+__device__ __forceinline__ void wait_for_grid_before() {
+    if (IS_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // Asynchronous copies to shared memory.
 __device__ __forceinline__ void copy_16(u32 to, const void* from) {
@@ -200,6 +215,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const unsigned ch
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
     extern __shared__ __align__(128) unsigned char shared[];
+    let_next_grid_start();
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // the compiler then knows that it is uniform
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -253,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
             *(uint4*)to[i] = x[i];
         }
     };
-    read_a();
+    if (!IS_DEPENDENT) read_a();
 
     const unsigned char* codes[ROW_TILES];
     const unsigned char* scales[ROW_TILES];
@@ -291,6 +307,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
         commit();
     }
 
+    if (IS_DEPENDENT) {
+        wait_for_grid_before();
+        read_a();
+    }
     write_a();
     while (m < M) {
         read_a();
@@ -423,6 +443,7 @@ __device__ __forceinline__ void wgmma(float (&c)[COLUMN_TILES][4], const u32 (&a
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared[];
+    let_next_grid_start();
     const int lane = threadIdx.x & 31;
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     const int rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -506,9 +527,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear
             asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(filled + s * 8), "r"(WARPS) : "memory");
     }
     if (CLUSTER > 1) expect_sums(arrived, rank);
+    if (IS_DEPENDENT) {
+        #pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) copy_chunk(d, ring + d * ROW_TILES * STAGE);
+        wait_for_grid_before();
+    }
     #pragma unroll 1
     for (int d = 0; d < DEPTH; d++) {
-        copy_chunk(d, ring + d * ROW_TILES * STAGE);
+        if (!IS_DEPENDENT) copy_chunk(d, ring + d * ROW_TILES * STAGE);
         copy_a(d, a_ring + d * A_CHUNK);
         commit();
     }

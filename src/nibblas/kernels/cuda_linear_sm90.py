@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nibblas.formats import MXFP4, NVFP4, Format
 from nibblas.kernel import Kernel
+from nibblas.kernels import cuda_module
 from nibblas.kernels.cuda_module import SHARED_LIMIT_SM90, SOURCES, TYPES, Launch, Launches, load, missing, source_of
 from nibblas.layouts import (
     FRAGMENT_SCALES_MXFP4,
@@ -186,14 +187,17 @@ def prepare(
     rows = config.column_tiles(columns) * 8 // terms
     shared_bytes = config.shared_bytes(format, columns, K)
     options = config.options(format, terms, columns)
+    if cuda_module.dependent:
+        options += ("-DDEPENDENT",)
     kernel = load(source_of(SOURCE), "sm_90a", options, "nibblas_linear", SHARED_LIMIT_SM90, device)
     grid = (-(-N // config.rows) * config.cluster, L, -(-M // rows))
-    return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, config.cluster, shared_bytes)
+    threads, cluster = config.threads, config.cluster
+    return Launch(kernel, bytearray(ARGUMENTS.size), grid, threads, cluster, shared_bytes, cuda_module.dependent)
 
 
 def _ready(format: Format, terms: int, M: int, N: int, K: int, L: int, device: int, config: Config | None) -> Launch:
     """This thread's launch for these sizes."""
-    key = (format.name, terms, M, N, K, L, device, config)
+    key = (format.name, terms, M, N, K, L, device, config, cuda_module.dependent)
     return _launches.get(key, lambda: prepare(format, terms, M, N, K, L, device, config))
 
 

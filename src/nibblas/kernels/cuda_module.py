@@ -24,6 +24,10 @@ SOURCES = ("kernels/cuda_element.h", "kernels/cuda_module.py")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cuda_element.h numbers them
 SHARED_LIMIT_SM90 = 227 * 1024  # bytes of shared memory that a CTA may have
 
+# Whether kernels that can are launched so that they start before the kernel before them on the stream has ended:
+# ops.dependent_launch sets it.
+dependent = False
+
 _lock = threading.Lock()
 _loaded: dict[tuple, int] = {}
 
