@@ -219,7 +219,9 @@ def test_any_bits(launch, format, rule, dtype, device):
     for given in GIVEN if format == NVFP4 else (None,):
         given = None if given is None else torch.tensor(given, device=device)
         assert_same(launch(x, format, rule, given), x, format, rule, given)
-    for part in (x[1::5], x[2::5], x[3::5]):  # with global scales of their own
+    # With global scales of their own; those of a type with fp32's exponents also near both ends of it.
+    ends = [x[1::5] * 2.0**power for power in (-130, -118, -100, 100, 124)] if dtype != torch.float16 else []
+    for part in (x[1::5], x[2::5], x[3::5], *ends):
         assert_same(launch(part, format, rule), part, format, rule)
 
 

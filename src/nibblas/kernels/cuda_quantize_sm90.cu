@@ -200,14 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) nibblas_quantize(const __g
             code = float_to_e4m3(amax / (6.0f * global_scale));
             float d = e4m3_to_float(code) * global_scale;
             empty |= d == 0.0f;
-            // Seldom: elements to be clamped, or a divisor near an end of fp32.
-            if (!(amax < 6.75f * d && d > 0x1p-80f && d < 0x1p80f)) {
-                const u32 exponent = min(max(__float_as_uint(d) >> 23, 1u), 253u);
-                const bool held = __float_as_uint(d) < INFINITY_BITS;
-                const float six = 6.0f * d, power = held ? __uint_as_float((254 - exponent) << 23) : 0.0f;
+            // Seldom: elements to be clamped, or an inverse near or beyond the largest number. The least cannot be met, as
+            // d is hardly more than amax / 6.
+            if (!(amax < 6.75f * d && d > 0x1p-80f)) {
+                const u32 exponent = max(__float_as_uint(d) >> 23, 1u);
+                const float six = 6.0f * d, power = __uint_as_float((254 - exponent) << 23);
                 #pragma unroll
                 for (int j = 0; j < 16; j++) values[j] = fminf(fabsf(values[j]), six) * power;
-                d = held ? d * power : 1.0f;
+                d *= power;
             }
             const Divisor divisor(d);
             #pragma unroll
