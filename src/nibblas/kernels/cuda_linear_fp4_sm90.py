@@ -3,9 +3,8 @@
 Nothing is prepacked. Codes become integers by byte permutations that take them as selectors, a block's products are
 summed exactly by integer mma, and only those sums meet the scales: 16 instructions for 8 codes of b and a lane where a
 has one row, of 29 for which there is time. K is split over the warps of a CTA, whose sums are added in a fixed order.
-Weakness: every further row of a costs 3 instructions for 8 codes of b, which from 5 rows on take longer than reading
+Weakness: every further row of a costs 3 instructions for 8 codes of b, which from 3 rows on take longer than reading
 them; every CTA decodes all of a anew, and holds it.
-It was compiled, and run only on a CPU that stood in for the GPU.
 """
 
 import struct
@@ -73,28 +72,27 @@ class Config:
 
 def _candidates(M: int) -> Iterator[Config]:
     at_once = 1024 if M == 1 else 768 if M == 2 else 512  # threads that have registers enough
-    for row_warps, k_warps, depth in product((1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 3, 4)):
+    depths = (3, 2) if M == 1 else (2,)  # the first is a little faster, where it fits
+    for row_warps, k_warps, depth in product((1, 2, 4, 8), (1, 2, 4, 8, 16), depths):
         if 4 <= row_warps * k_warps <= 16:
-            yield Config(row_warps, k_warps, depth, max(1, at_once // (32 * row_warps * k_warps)))
+            yield Config(row_warps, k_warps, depth, max(1, at_once // (32 * row_warps * k_warps)), lines=M == 1)
 
 
 def estimate(config: Config, M: int, N: int, K: int, L: int) -> float:
-    """Microseconds that an H200 would take by counting; nothing of it was measured.
+    """Microseconds that an H200 takes: fitted to 999 measurements of 31 problems, with an RMS error of 8 %.
 
-    A multiprocessor's reads of b keep it busy if 48 KB of them are on their way at a time. Each wave of CTAs has to
-    start and to decode a.
+    Of three things that overlap the slowest counts most: the reads and the products of the multiprocessor that has most
+    to do, and a warp's own steps. Each wave of CTAs has to start and to decode a.
     """
-    stages = -(-K // 256)
-    resident = min(config.min_blocks, SHARED_SM // (config.shared_bytes(M, K) + 1024))
-    CTAs = -(-N // config.rows) * L
-    waves = -(-CTAs // (SMS * resident))
-    on_an_sm = min(resident, CTAs / SMS)
-    in_flight = on_an_sm * config.row_warps * config.k_warps * min(config.depth, stages / config.k_warps) * STAGE
-    uneven = -(-stages // config.k_warps) * config.k_warps / stages
-    memory = N * K * L * 0.5625 / 4.4e6 * uneven / min(1.0, in_flight / 49152)
-    decoding = N * K * L / 8 * (12 + 3 * M) / (SMS * 128 * 1.7e3) * 1.2
-    a = on_an_sm * M * K / 8 * 40 / (128 * 1.7e3)
-    return 3 + max(memory * 1.15, decoding) + waves * a + 1.5 * (waves - 1)
+    warps, stages, CTAs = config.row_warps * config.k_warps, -(-K // 256), -(-N // config.rows) * L
+    most = -(-CTAs // SMS)
+    resident = min(config.min_blocks, max(1, SHARED_SM // (config.shared_bytes(M, K) + 1024)), most)
+    waves, steps = -(-most // resident), -(-stages // config.k_warps)
+    memory = (0.0665 + 0.0064 / config.k_warps) * most * config.row_warps * stages
+    products = (0.0064 + 0.0164 * M) * most * config.row_warps * steps * config.k_warps
+    chain = (0.21 + 0.116 * M) * waves * steps
+    a = waves * M * stages * (0.011 * resident + 0.045 / warps)
+    return 3.19 + (memory**2.7 + products**2.7 + chain**2.7) ** (1 / 2.7) + a + 0.85 * (waves - 1)
 
 
 @cache
@@ -113,7 +111,7 @@ def prepare(M: int, N: int, K: int, L: int, device: int, config: Config | None =
     assert config is not None  # _why_not has asked
     kernel = load(source_of(SOURCE), "sm_90a", config.options(M), "nibblas_linear_fp4", SHARED_LIMIT_SM90, device)
     grid = (-(-N // config.rows), L, 1)
-    return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, 1, config.shared_bytes(M, K))
+    return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, config.shared_bytes(M, K))
 
 
 def pack(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> bytes:

@@ -43,6 +43,12 @@ struct Arguments {
     int bias_type, out_type;
 };
 
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
 #ifdef DEPENDENT
 constexpr bool IS_DEPENDENT = true;
 #else
@@ -213,7 +219,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const unsigned ch
 
 #ifndef WARPGROUPS
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
     extern __shared__ __align__(128) unsigned char shared[];
     let_next_grid_start();
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -441,7 +447,7 @@ __device__ __forceinline__ void wgmma(float (&c)[COLUMN_TILES][4], const u32 (&a
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, MIN_BLOCKS) nibblas_linear(const __grid_constant__ Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     let_next_grid_start();
     const int lane = threadIdx.x & 31;

@@ -109,12 +109,8 @@ def _write(path: Path, content: bytes) -> None:
 # --- the driver ----------------------------------------------------------------------------------------------------
 
 
-class _Dim3(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
-
-
 class _AttributeValue(ctypes.Union):
-    _fields_ = (("pad", ctypes.c_char * 64), ("cluster", _Dim3), ("number", ctypes.c_int))
+    _fields_ = (("pad", ctypes.c_char * 64), ("number", ctypes.c_int))
 
 
 class _Attribute(ctypes.Structure):
@@ -135,7 +131,7 @@ class _Config(ctypes.Structure):
 
 
 # Of enums in cuda.h.
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
 _CAPTURE_RELAXED = 2
 
@@ -194,7 +190,10 @@ def _load(source: str, arch: str, options: tuple[str, ...], function: str, share
 class Launch:
     """A launch of a kernel that takes one struct: pack that into `arguments`, then call with a stream.
 
-    Its buffers belong to one thread at a time; the driver copies the arguments before the call returns.
+    Its buffers belong to one thread at a time; the driver copies the arguments before the call returns. Clusters are
+    the device code's business (__cluster_dims__).
+
+    dependent : the kernel may start before the one before it on the stream has ended.
     """
 
     def __init__(
@@ -203,22 +202,19 @@ class Launch:
         arguments: bytearray,
         grid: tuple[int, int, int],
         threads: int,
-        cluster: int = 1,
         shared_bytes: int = 0,
         dependent: bool = False,
     ):
         self.arguments = arguments
-        attributes = [_Attribute(_CLUSTER_DIMENSION, b"", _AttributeValue(cluster=_Dim3(cluster, 1, 1)))]
-        if dependent:
-            attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", _AttributeValue(number=1)))
-        self._attributes = (_Attribute * len(attributes))(*attributes)
+        starts_early = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", _AttributeValue(number=1))
+        self._attributes = (_Attribute * 1)(starts_early)
         self._config = _Config(
             (ctypes.c_uint * 3)(*grid),
             (ctypes.c_uint * 3)(threads, 1, 1),
             shared_bytes,
             None,
             self._attributes,
-            len(attributes),
+            int(dependent),
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(ctypes.c_char.from_buffer(arguments)))
         self._kernel = ctypes.c_void_p(kernel)
@@ -231,13 +227,6 @@ class Launch:
         result = self._launch(self._by_reference, self._kernel, self._pointers, None)
         if result:
             _check(result, "cuLaunchKernelEx")
-
-    def clusters_at_once(self) -> int:
-        """How many clusters of this launch the device holds at a time."""
-        count = ctypes.c_int()
-        result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._kernel, self._by_reference)
-        _check(result, "cuOccupancyMaxActiveClusters")
-        return count.value
 
 
 class Launches(threading.local):

@@ -22,11 +22,7 @@ struct Arguments {
 #ifndef NIBBLAS_ON_CPU
 __device__ __forceinline__ uint4 load_vector(const uint4* from) {
     uint4 x;
-#if KEEP
     asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-#else
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-#endif
         : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
     return x;
 }
