@@ -64,17 +64,28 @@ def support_table() -> str:
     return "\n".join(lines)
 
 
-def products(dependent: bool = False) -> list[Measurement]:
-    """Of the shipped evidence, the fastest kernel of each plain bf16 x FP4 product, device and number of threads.
+def products(activations: str = "bf16", dependent: bool = False) -> list[Measurement]:
+    """Of the shipped evidence, the fastest kernel of each plain product, device and number of threads.
 
+    activations : a dtype's name, or "fp4" for those of the weights' format.
     dependent : those whose launches overlapped, instead of those whose launches did not.
     """
+
+    def wanted(m: Measurement) -> bool:
+        p = m.problem
+        plain = (p.op, p.out, p.L, p.bias, p.batch_invariant) == ("linear", "bf16", 1, False, False)
+        return plain and p.a == (p.b if activations == "fp4" else activations) and m.is_dependent == dependent
+
+    return _fastest(wanted)
+
+
+def _fastest(wanted: Callable[[Measurement], bool]) -> list[Measurement]:
+    """Of the shipped evidence that is wanted, the fastest kernel of each device, number of threads and problem."""
     best: dict[tuple, Measurement] = {}
     for m in evidence.store().shipped_only():
         p = m.problem
-        plain = (p.op, p.a, p.out, p.L, p.bias, p.batch_invariant) == ("linear", "bf16", "bf16", 1, False, False)
-        key = (m.device, m.threads, p.b, p.N, p.K, p.M)
-        if plain and m.samples and m.is_dependent == dependent and (key not in best or m.median < best[key].median):
+        key = (m.device, m.threads, p.b, p.N, p.K, p.M, p.rule)
+        if m.samples and wanted(m) and (key not in best or m.median < best[key].median):
             best[key] = m
     return [m for _, m in sorted(best.items())]
 
@@ -88,15 +99,28 @@ def ratios(m: Measurement) -> dict[str, float]:
 
 def _by_rows(title: str, found: Iterable[Measurement], cell: Callable[[Measurement], str]) -> list[str]:
     """A table with a line for each format, shape and number of threads, and a column for each M."""
-    found = list(found)
-    sizes = sorted({m.problem.M for m in found})
-    lines: dict[str, dict[int, str]] = {}
-    for m in found:
-        threads = f", {m.threads} thread{'s' * (m.threads > 1)}" if m.problem.arch == "cpu" else ""
-        name = f"{m.problem.b.upper()} {m.problem.N}x{m.problem.K}{threads}"
-        lines.setdefault(name, {})[m.problem.M] = cell(m)
-    head = [f"| {title} | " + " | ".join(f"M = {M}" for M in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    return head + [f"| {name} | " + " | ".join(cells.get(M, "") for M in sizes) + " |" for name, cells in lines.items()]
+    by_M = sorted(found, key=lambda m: m.problem.M)
+    columns = list(dict.fromkeys(f"M = {m.problem.M}" for m in by_M))
+    ordered = sorted(by_M, key=lambda m: (m.threads, m.problem.b, m.problem.N, m.problem.K))
+    cells = [
+        (f"{m.problem.b.upper()} {m.problem.N}x{m.problem.K}{_threads(m)}", f"M = {m.problem.M}", cell(m))
+        for m in ordered
+    ]
+    return _pivot(title, columns, cells)
+
+
+def _threads(m: Measurement) -> str:
+    return f", {m.threads} thread{'s' * (m.threads > 1)}" if m.problem.arch == "cpu" else ""
+
+
+def _pivot(title: str, columns: list[str], cells: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A table of cells (line, column, text), lines in the order in which they come first."""
+    lines: dict[str, dict[str, str]] = {}
+    for name, column, text in cells:
+        lines.setdefault(name, {})[column] = text
+    head = [f"| {title} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    rows = [f"| {name} | " + " | ".join(texts.get(c, "") for c in columns) + " |" for name, texts in lines.items()]
+    return head + rows
 
 
 def speed_table() -> str:
@@ -122,10 +146,32 @@ def figures_table() -> str:
         for peer in dict.fromkeys(name for m in of_device for name in ratios(m)):
             timed = [m for m in of_device if peer in ratios(m)]
             lines += ["", *_by_rows(f"over {peer}", timed, partial(_times, peer=peer))]
-        overlapped = [m for m in products(dependent=True) if m.device == device]
-        if overlapped:
-            lines += ["", *_by_rows("time, share of the floor, with dependent launch", overlapped, _time_and_share)]
+        for title, others in (
+            ("with dependent launch", products(dependent=True)),
+            ("FP4 activations", products("fp4")),
+        ):
+            timed = [m for m in others if m.device == device]
+            if timed:
+                lines += ["", *_by_rows(f"{title}: time, share of the floor", timed, _time_and_share)]
+        lines += _quantizers(device)
     return "\n".join(lines[1:])
+
+
+def _quantizers(device: str) -> list[str]:
+    """A table of the fastest quantizer by each rule."""
+    timed = [m for m in _fastest(lambda m: m.problem.op == "quantize") if m.device == device]
+    if not timed:
+        return []
+    columns = sorted({f"{m.problem.b.upper()} {m.problem.rule}" for m in timed})
+    cells = [
+        (
+            f"{m.problem.a} {m.problem.M}x{m.problem.K}{_threads(m)}",
+            f"{m.problem.b.upper()} {m.problem.rule}",
+            _time_and_share(m),
+        )
+        for m in timed
+    ]
+    return ["", *_pivot("quantize: time, share of the floor", columns, cells)]
 
 
 def _time_and_share(m: Measurement) -> str:
