@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -lt 16 ] && echo $$n || echo 16)
 EXTRAS := report,arena,index,dev$(if $(shell command -v nvidia-smi),$(shell echo ,gpu))
 
 .PHONY: demo test lint bench index clean
@@ -11,7 +12,7 @@ demo: $(INSTALLED)  ## the main job: report on a real model in NVFP4 and MXFP4
 	$(BIN)/nibblas report
 
 test: $(INSTALLED)  ## all tests that this machine can run
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder  # by name: slow files of few tests come early
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # by name: slow files of few tests come early
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff format --check .

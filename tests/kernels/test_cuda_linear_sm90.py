@@ -1,7 +1,10 @@
 """The Hopper kernels: their machine code (no GPU needed), and on a GPU what test_kernels.py leaves out."""
 
+import hashlib
+import os
 import re
 import subprocess
+import sys
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
@@ -168,6 +171,35 @@ def test_a_kernel_on_disk_needs_no_compiler(tmp_path, monkeypatch):
     assert len(made) == 2
     assert len(list((tmp_path / "cuda").glob("*.cubin"))) == 2
     assert not list((tmp_path / "cuda").glob("*.partial"))
+
+
+def at_once(program: str, processes: int, cache: Path) -> list[str]:
+    """What a program prints in so many processes, which start together and share a cache."""
+    environment = {**os.environ, "NIBBLAS_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes
+    return printed
+
+
+COMPILE = """
+import hashlib
+from nibblas.kernels import cuda_module
+source = cuda_module.source_of("cuda_linear_fp4_sm90.cu")
+values = {"M": 1, "ROW_WARPS": 2, "K_WARPS": 2, "DEPTH": 2, "MIN_BLOCKS": 2, "LINES": 1}
+cubin = cuda_module.compile_cubin(source, "sm_90a", tuple(f"-D{name}={value}" for name, value in values.items()))
+print(hashlib.sha256(cubin).hexdigest())
+"""
+
+
+@pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+def test_processes_that_compile_the_same_kernel_at_once(tmp_path):
+    printed = at_once(COMPILE, 4, tmp_path)
+    (kept,) = (tmp_path / "cuda").iterdir()
+    assert printed == [hashlib.sha256(kept.read_bytes()).hexdigest() + "\n"] * 4
 
 
 # --- the launch ----------------------------------------------------------------------------------------------------
@@ -351,6 +383,25 @@ def test_dependent_launches_find_what_those_before_them_wrote(format):
                     assert torch.equal(out, right)
         finally:
             ops.dependent_launch(False)
+
+
+FIRST_PRODUCT = """
+import torch
+import nibblas as nb
+generator = torch.Generator().manual_seed(0)
+layer = nb.nn.FP4Linear.from_linear(torch.nn.Linear(512, 256, bias=False), nb.NVFP4).cuda()
+x = torch.randn(3, 512, generator=generator).bfloat16().cuda()
+y = layer(x)
+exact = nb.reference.matmul(x, layer.weight_scaled)
+assert (y.double() - exact).norm() < 0.01 * exact.norm()
+print(layer.weight_scaled.data_layout)
+"""
+
+
+@on_hopper
+def test_processes_that_start_cold_at_once(tmp_path):
+    assert at_once(FIRST_PRODUCT, 8, tmp_path) == ["FRAGMENTS_NVFP4\n"] * 8
+    assert not list((tmp_path / "cuda").glob("*.partial"))
 
 
 @on_hopper
