@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("license_expression")
 
-from nibblas.index import licence
+from nibblas.index import licence, read
+from nibblas.index.catalog import Catalog
+from nibblas.index.documents import NotShownError
 from nibblas.index.ingest import add
 from nibblas.index.ingest.reading import Options
 from nibblas.index.licence import Conclusion, LicenceFinding, conclude, findings, may_show, third_party
@@ -267,15 +269,48 @@ def test_code_of_others_never_raises_a_conclusion():
         ("MIT AND LicenseRef-Own", None, (False, None)),
         ("CC-BY-NC-4.0", "MIT", (False, None)),
         ("LicenseRef-NVIDIA-Proprietary", "CC-BY-4.0", (False, None)),
-        (None, "CC-BY-4.0", (True, "CC-BY-4.0")),
-        (None, "mit", (True, "MIT")),
-        (None, "LicenseRef-GPUMode-Reciprocity-1.0", (False, None)),
-        (None, "unknown", (False, None)),
-        (None, None, (False, None)),
     ],
 )
 def test_what_may_be_shown(expression, terms, expected):
     assert may_show(Conclusion(expression, ""), terms) == expected
+
+
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        ("CC-BY-4.0", (True, "CC-BY-4.0")),
+        ("mit", (True, "MIT")),
+        ("LicenseRef-GPUMode-Reciprocity-1.0", (False, None)),
+        ("unknown", (False, None)),
+        (None, (False, None)),
+    ],
+)
+def test_terms_of_a_collection_speak_for_what_says_nothing_else_of_itself(terms, expected):
+    copyright = findings("k.cu", "// Copyright (c) 2026 A Club\n")
+    for declared in (None, "", " "):
+        for found in ([], copyright):
+            conclusion = conclude(declared, found, terms)
+            assert conclusion.expression is None
+            assert may_show(conclusion, terms) == expected
+    copied = third_party("k.cu", "// taken from https://example.org/k.cu\n")
+    assert may_show(conclude("MIT", [], terms, copied), terms) == expected
+
+
+@pytest.mark.parametrize(
+    ("declared", "text", "reason"),
+    [
+        ("Custom, ask us", "", "The declared licence 'Custom, ask us' is no SPDX expression"),
+        ("Custom, ask us", "// License: MIT\n", "The declared licence 'Custom, ask us' is no SPDX expression"),
+        (None, "// SPDX-License-Identifier: Custom, ask us\n", "The tag in line 1 is no SPDX expression"),
+        ("LicenseRef-Own", "// License: MIT\n", "LicenseRef-Own is declared, but line 1 states MIT"),
+        ("LicenseRef-Own", "// taken from https://example.org/k.cu\n", "whose licence isn't known"),
+    ],
+)
+def test_what_it_says_of_itself_wins_over_the_terms_of_its_collection(declared, text, reason):
+    conclusion = conclude(declared, findings("k.cu", text), "CC-BY-4.0", third_party("k.cu", text))
+    assert conclusion.expression is None
+    assert reason in conclusion.reason
+    assert may_show(conclusion, "CC-BY-4.0") == (False, None)
 
 
 @pytest.mark.parametrize("stated", ["", " ", "MIT (", "OR", "MIT License of ours", "foo", "(" * 900, None])
@@ -300,6 +335,26 @@ def test_it_is_stored(store, tmp_path):
         (None, 0, None, "No licence is declared, and none is found in the files."),
         ("MIT", 1, "MIT", "Line 1 states MIT (spdx-tag)."),
     ]
+
+
+def test_a_licence_of_its_own_withholds_the_lines_of_source(store, tmp_path):
+    code = "// a kernel\n__global__ void k(float* x) { __shared__ float kept[8]; x[0] = kept[0]; }\n"
+    (tmp_path / "own.cu").write_text(code)
+    (tmp_path / "silent.cu").write_text(code.replace("kept", "held"))
+    add(store, [tmp_path / "own.cu"], Options(slug="own", licence="Custom, ask us", terms="CC-BY-4.0"))
+    add(store, [tmp_path / "silent.cu"], Options(slug="silent", terms="CC-BY-4.0"))
+    with Catalog(store.path) as catalog:
+        silent, own = (read.implementation(catalog, name, ("source", "findings")) for name in ("silent", "own"))
+        assert (silent.licence.shown, silent.licence.shown_under) == (True, "CC-BY-4.0")
+        assert "held" in silent.files[0].text
+        assert any("snippet" in one.body for use in silent.techniques for one in use.findings)
+        assert (own.licence.concluded, own.licence.shown, own.licence.shown_under) == (None, False, None)
+        assert "'Custom, ask us' is no SPDX expression" in own.licence.reason
+        assert own.files[0].text is None
+        assert own.techniques
+        assert not any("snippet" in one.body for use in own.techniques for one in use.findings)
+        with pytest.raises(NotShownError, match="'Custom, ask us' is no SPDX expression"):
+            read.file(catalog, "own", "own.cu")
 
 
 def test_broken_and_long_input_takes_no_time():

@@ -114,10 +114,15 @@ class ThirdParty:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The licence of an implementation, or None where it isn't known; `reason` is a sentence."""
+    """The licence of an implementation, or None where it isn't known; `reason` is a sentence.
+
+    terms_count : whether the terms of its collection may speak for it, because nothing that it says of itself is
+        unreadable, contradicts itself, or keeps others from handing it on.
+    """
 
     expression: str | None
     reason: str
+    terms_count: bool = False
 
 
 class _Licence(NamedTuple):
@@ -173,10 +178,13 @@ def conclude(
     unread = next((one for one in findings if one.method == "spdx-tag" and not one.expression), None)
     if unread:
         return Conclusion(None, f"The tag in line {unread.line} is no SPDX expression.")
+    declared = (declared or "").strip()
     chosen = normalised(declared)
     reason = f"{chosen} is declared"
     if declared and not chosen:
-        return Conclusion(None, f"The declared licence {declared!r} is no SPDX expression.")
+        return Conclusion(
+            None, f"The declared licence {declared!r} is no SPDX expression, so what it allows is unknown."
+        )
     if chosen:
         other = next((one for one in stated if not _families(one.expression) <= _families(chosen)), None)
         if other:
@@ -193,12 +201,12 @@ def conclude(
         chosen, reason = first.expression, f"line {first.line} states {first.expression} ({first.method})"
     if not chosen:
         its = f"; {terms} are the terms of the collection that it came in" if terms else ""
-        return Conclusion(None, f"No licence is declared, and none is found in the files{its}.")
+        return Conclusion(None, f"No licence is declared, and none is found in the files{its}.", terms_count=True)
     taken = [part for part in parts if part.is_copy]
     unknown = next((part for part in taken if not part.licence_hint), None)
     if unknown:
         why = f"line {unknown.line} names code {unknown.hint} {unknown.url}, whose licence isn't known"
-        return Conclusion(None, f"{reason[0].upper()}{reason[1:]}, but {why}.")
+        return Conclusion(None, f"{reason[0].upper()}{reason[1:]}, but {why}.", terms_count=_allows(chosen))
     if taken:
         together = dict.fromkeys((chosen, *(part.licence_hint for part in taken)))
         joined = normalised(" AND ".join(f"({one})" for one in together))
@@ -210,11 +218,10 @@ def conclude(
 def may_show(conclusion: Conclusion, terms: str | None) -> tuple[bool, str | None]:
     """Whether the source may be shown, and under which licence or terms.
 
-    Terms of a collection are no help against a licence that is known and doesn't allow it.
+    What an implementation says of itself wins over the terms of the collection that it came in, also where that can't
+    be read.
     """
-    if conclusion.expression:
-        return (True, conclusion.expression) if _allows(conclusion.expression) else (False, None)
-    known = normalised(terms)
+    known = normalised(terms) if conclusion.terms_count else conclusion.expression
     return (True, known) if known and _allows(known) else (False, None)
 
 

@@ -76,14 +76,15 @@ def file(catalog: Catalog, name: str, path: str) -> tuple[SourceText, bytes]:
     if found is None:
         raise NotFoundError(f"{name} has no file {path!r}")
     row = catalog.one(
-        "SELECT i.may_show, i.licence_concluded, s.terms FROM implementation i JOIN source s ON s.id = i.source"
-        " WHERE i.digest = ?",
+        "SELECT i.may_show, i.licence_concluded, i.licence_reason, s.terms FROM implementation i"
+        " JOIN source s ON s.id = i.source WHERE i.digest = ?",
         digest,
     )
     if row is None or not row["may_show"]:
         terms = f"its source hands it on under {row['terms']}" if row and row["terms"] else "its terms are unknown"
         licence = row["licence_concluded"] if row and row["licence_concluded"] else "unknown"
-        raise NotShownError(f"{path} of {name} may not be shown: {terms}, and its licence is {licence}")
+        why = f". {row['licence_reason'].removesuffix('.')}" if row and row["licence_reason"] else ""
+        raise NotShownError(f"{path} of {name} may not be shown: {terms}, and its licence is {licence}{why}")
     return found, catalog.store.content(found.sha256)
 
 
