@@ -182,6 +182,7 @@ def test_source_that_may_not_be_shown_names_its_terms(client):
     [
         ("GET", "/implementations?cursor=x", 400, "BAD_QUERY"),
         ("GET", "/implementations/x?include=all", 400, "BAD_QUERY"),
+        ("GET", "/implementations?operaton=gemv", 400, "BAD_QUERY"),
         ("GET", "/runs?since=yesterday", 400, "BAD_QUERY"),
         ("GET", "/implementations/none", 404, "NOT_FOUND"),
         ("GET", "/runs/none", 404, "NOT_FOUND"),
@@ -190,6 +191,7 @@ def test_source_that_may_not_be_shown_names_its_terms(client):
         ("GET", "/hardware/none", 404, "NOT_FOUND"),
         ("GET", "/compare?a=none&b=none", 404, "NOT_FOUND"),
         ("GET", "/nowhere", 404, "NOT_FOUND"),
+        ("GET", "/nowhere?operaton=gemv", 404, "NOT_FOUND"),
         ("GET", "/implementations?limit=0", 422, "INVALID_REQUEST"),
         ("GET", "/implementations?timing=fast", 422, "INVALID_REQUEST"),
         ("GET", "/runs?status=fine", 422, "INVALID_REQUEST"),
@@ -212,20 +214,49 @@ def test_errors_have_one_shape(client, method, address, status, code):
         assert "GET, HEAD, OPTIONS" in sent.headers["allow"]
 
 
+def test_a_parameter_that_an_address_does_not_take_is_refused(client):
+    """A filter that is misspelt and ignored would give everything."""
+    document = client.get(f"{API}/openapi.json").json()
+    routes = [(path, method, of[method]) for path, of in document["paths"].items() for method in of]
+    assert {f"{API}/implementations", f"{API}/runs"} <= {path for path, _, _ in routes}
+    for path, method, described in routes:
+        names = [one["name"] for one in described.get("parameters", ()) if one["in"] == "query"]
+        sent = client.request(method, path.replace("{", "").replace("}", "") + "?operaton=gemv")
+        assert (sent.status_code, sent.json()["code"]) == (400, "BAD_QUERY"), path
+        there_are = f"there are {', '.join(names)}" if names else "it takes none"
+        assert sent.json()["detail"] == f"there is no parameter 'operaton' at this address; {there_are}"
+
+
+@pytest.mark.skipif(not OPENAPI, reason="NIBBLAS_KERNELINDEX_OPENAPI names no document")
+def test_every_parameter_of_kernelindex_s_reads_is_taken(client):
+    theirs = json.loads(Path(OPENAPI).read_text())["paths"]
+    ours = client.get(f"{API}/openapi.json").json()["paths"]
+    names = {"/implementations/{idOrSlug}": "/implementations/{name}", "/operations/{idOrSlug}": "/operations/{name}"}
+    shared = {path: f"{API}{names.get(path, path)}" for path in theirs if f"{API}{names.get(path, path)}" in ours}
+    assert {"/search", "/runs", "/operations", "/hardware", *names} <= set(shared)
+    for path, of in shared.items():
+        for method in set(theirs[path]) & set(ours[of]):
+            wanted, taken = (
+                {one["name"] for one in described.get("parameters", ()) if one["in"] == "query"}
+                for described in (theirs[path][method], ours[of][method])
+            )
+            assert wanted <= taken, path
+
+
 def test_a_fault_is_told_in_the_same_shape_without_its_details(client, monkeypatch, caplog):
-    monkeypatch.setattr(read, "techniques", lambda catalog: 1 / 0)
-    sent = client.get(f"{API}/techniques?new=1")
+    monkeypatch.setattr(read, "technique", lambda catalog, slug, query: 1 / 0)
+    sent = client.get(f"{API}/techniques/tma?limit=7")
     assert (sent.status_code, sent.json()["code"]) == (500, "INTERNAL")
     assert "division" not in sent.text
     assert "division" in caplog.text
 
 
 def test_the_store_s_faults_are_told(client, monkeypatch):
-    def gone(catalog):
+    def gone(catalog, operation):
         raise StoreError("the file is gone")
 
-    monkeypatch.setattr(read, "sources", gone)
-    sent = client.get(f"{API}/sources?new=1")
+    monkeypatch.setattr(read, "workloads", gone)
+    sent = client.get(f"{API}/workloads?operation=gone")
     assert (sent.status_code, sent.json()["detail"]) == (503, "the file is gone")
 
 

@@ -267,8 +267,24 @@ def test_queries_and_addresses_are_inverse():
     assert pages.query_of(given) == query
     assert pages.query_of({"q": ["gemv"], "operation": [""], "uses": [""]}) == Query("gemv")
     assert pages.run_filter_of({"status": ["wrong"], "limit": ["7"]}) == RunFilter(status="wrong", limit=7)
-    with pytest.raises(QueryError, match="no filter 'colour'"):
-        pages.query_of({"colour": ["red"]})
+    with pytest.raises(QueryError, match="limit is 'x'"):
+        pages.query_of({"limit": ["x"]})
+
+
+@pytest.mark.parametrize("address", [*EVERY, "/techniques/tma", "/search.json", "/operations.json"])
+def test_a_page_refuses_a_parameter_that_it_does_not_take(client, address):
+    """One that is misspelt and ignored would give everything."""
+    page = get(client, f"{address}{'&' if '?' in address else '?'}operaton=linear", 400)
+    assert "there is no parameter" in page.lower()
+    assert "operaton" in page
+
+
+def test_a_page_names_the_parameters_that_it_takes(client):
+    assert client.get("/compare.json?c=x").json()["detail"] == (
+        "there is no parameter 'c' at this address; there are a, b"
+    )
+    assert client.get("/about.json?c=x").json()["detail"] == "there is no parameter 'c' at this address; it takes none"
+    assert "; there are q, operation, language," in client.get("/search.json?text=x").json()["detail"]
 
 
 def test_a_facet_adds_and_removes_its_value(client):

@@ -4,7 +4,7 @@ The reads that KernelIndex's public API has too answer in its shapes (kernelinde
 under "nibblas"; the others answer with their document. ETags are digests of the answer. Errors have one shape.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -15,6 +15,7 @@ from fastapi import Body, FastAPI, Request
 from fastapi import Path as InPath
 from fastapi import Query as InQuery
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
@@ -43,7 +44,7 @@ from nibblas.index.documents import (
     to_json,
 )
 from nibblas.index.evidence_levels import Numerics, Timing
-from nibblas.index.guard import LOOPBACK, Guard, problem
+from nibblas.index.guard import LOOPBACK, Guard, problem, refuse_unknown
 from nibblas.index.model import Origin, RunStatus
 from nibblas.index.store import StoreError
 from nibblas.index.web import mount_pages
@@ -108,6 +109,22 @@ class Runs(BaseModel):
     runs: Annotated[list[Annotated[str, Field(max_length=200)]], Field(min_length=2, max_length=8)]
 
 
+class _Read(APIRoute):
+    """A route that takes the parameters that its OpenAPI description names, and no others."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        described = (self.openapi_extra or {}).get("parameters", ())
+        known = (*(one["name"] for one in described), *(one.alias for one in self.dependant.query_params))
+
+        async def checked(request: Request) -> Response:
+            if self.include_in_schema:
+                refuse_unknown(request.query_params, known)
+            return await handle(request)
+
+        return checked
+
+
 def create_app(path: str | Path, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     """The application that serves the index in a file.
 
@@ -131,6 +148,7 @@ def create_app(path: str | Path, hosts: Collection[str] = LOOPBACK) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
     )
+    app.router.route_class = _Read
     app.state.catalog = catalog
     _add_errors(app)
     answers = kept.Kept(catalog)

@@ -3,13 +3,15 @@
 import json
 import logging
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from http import HTTPStatus
 
 from fastapi import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nibblas.index.documents import QueryError
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 MOST_PATH = 2048  # bytes
@@ -39,6 +41,14 @@ def problem(status: int, code: str, detail: str, headers: Mapping[str, str] | No
     }
     content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     return Response(content, status, media_type="application/problem+json", headers=dict(headers or {}))
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str]) -> None:
+    """QueryError for a parameter that an address doesn't take: answered without it, it would be another question."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        there_are = f"there are {', '.join(known)}" if known else "it takes none"
+        raise QueryError(f"there is no parameter {unknown[:50]!r} at this address; {there_are}")
 
 
 class Guard:

@@ -31,6 +31,8 @@ from nibblas.index.render import Crumbs, Page, count, params
 from nibblas.problem import OPS, Problem
 
 Params = Mapping[str, Sequence[str]]
+SEARCH_PARAMETERS = tuple("q" if field.name == "text" else field.name for field in fields(Query))
+RUN_PARAMETERS = tuple(field.name for field in fields(RunFilter))
 
 SECTIONS = (
     ("use", "Use it"),
@@ -344,12 +346,12 @@ def problem(path: str, name: str, detail: str) -> Page:
 
 
 def query_of(given: Params) -> Query:
-    """A Query as an address holds it, its words as "q"; BadQuery for a name, or a number, that is none."""
+    """A Query as an address holds it in SEARCH_PARAMETERS; QueryError for a number that is none."""
     return _filled(Query, {"text" if name == "q" else name: values for name, values in given.items()})
 
 
 def run_filter_of(given: Params) -> RunFilter:
-    """A RunFilter as an address holds it."""
+    """A RunFilter as an address holds it in RUN_PARAMETERS."""
     return _filled(RunFilter, given)
 
 
@@ -358,8 +360,6 @@ def _filled(kind: type[Any], given: Params) -> Any:
     found: dict[str, Any] = {}
     for name, values in given.items():
         values = [value for value in values if value]
-        if name not in defaults:
-            raise QueryError(f"there is no filter {name!r}; there are {', '.join(defaults)}")
         if not values:
             continue  # a field of a form that was left empty
         if isinstance(defaults[name], tuple):
