@@ -158,7 +158,8 @@ def launch(settings: Settings, told: int) -> None:
     own_user = OWN_USERS[os.getpid() % len(OWN_USERS)]
     hide_from_other_processes()
     reading, writing = os.pipe()
-    if os.fork() == 0:
+    first = os.fork()
+    if first == 0:
         os.close(reading)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _first(settings, state, told, writing, own_user)
@@ -166,7 +167,7 @@ def launch(settings: Settings, told: int) -> None:
     os.close(writing)
     # The first process lives as long as the program; stdin as long as the one who asked.
     select.select([0, reading], [], [])
-    _sweep()
+    _sweep(first, has_namespace=state["processes"] is True)
     os._exit(0)
 
 
@@ -216,10 +217,12 @@ def _new_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group or NOBODY} {group} 1")
 
 
-def _sweep() -> None:
-    """End the first process, with which its namespace goes, and whatever else stands below this process."""
+def _sweep(first: int, has_namespace: bool) -> None:
+    """End the first process, with which its namespace goes, and without one whatever else stands below this process."""
+    os.kill(first, signal.SIGKILL)  # it was not waited for yet, so that the number is still its own
     for _ in range(500):
-        for process in list(descendants(os.getpid())):
+        # The list of processes that is mounted beside a namespace has numbers that mean others here.
+        for process in [] if has_namespace else list(descendants(os.getpid())):
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         try:

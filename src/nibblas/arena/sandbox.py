@@ -185,14 +185,19 @@ class Sandbox:
         except OSError:
             return 0
 
+    def let_end(self) -> None:
+        """Have the launcher end the program and all that it started, without waiting for it."""
+        with suppress(BrokenPipeError):
+            self.launcher.stdin.close()  # type: ignore[union-attr]
+
     def end_all(self) -> Ended | None:
         """End the program and all that it started, and say how it had ended by itself; None where it had not."""
         if self._told.closed:
             return self._ended
-        with suppress(ExcessError):
-            self.wait(0.2)
-        with suppress(BrokenPipeError):
-            self.launcher.stdin.close()  # type: ignore[union-attr]
+        if not self.launcher.stdin.closed:  # type: ignore[union-attr]
+            with suppress(ExcessError):
+                self.wait(0.2)
+            self.let_end()
         try:
             self.launcher.wait(10)
         except subprocess.TimeoutExpired:
