@@ -282,6 +282,10 @@ class _Watch(TorchDispatchMode):
 
     exact = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its whole compiler at the first operation, which takes seconds
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         made = _floating(result)
