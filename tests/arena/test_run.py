@@ -278,8 +278,9 @@ def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_ever
 ):
     directory, output = problem("vector_add"), tmp_path / "record.json"
     arguments = ["run", str(directory), str(directory / "submission.py"), "--threads", "1", "--mode", "leaderboard"]
+    arguments += ["--budget", "1"]
     interrupt_when(lambda: output.exists() and len(records.read(output).cases) >= 2)
-    result = CliRunner().invoke(app, [*arguments, "--budget", "60", "--output", str(output)])
+    result = CliRunner().invoke(app, [*arguments, "--output", str(output)])
     assert result.exit_code != 0
     assert "--resume" in result.stderr
     cut = records.read(output)
@@ -287,7 +288,7 @@ def test_a_run_that_was_interrupted_goes_on_and_an_honest_submission_passes_ever
     assert (cut.verdict, cut.reason) == ("unfinished", "interrupted")
     assert verdicts(cut)[:2] == [("test", "correct")] * 2
 
-    result = CliRunner().invoke(app, [*arguments, "--budget", "0.3", "--resume", str(output), "--popcorn"])
+    result = CliRunner().invoke(app, [*arguments, "--resume", str(output), "--popcorn"])
     assert result.exit_code == 0, result.output
     assert "check: pass" in result.stdout
     found = records.read(output)
@@ -322,18 +323,33 @@ def test_a_run_goes_on_as_it_began_and_keeps_what_was_seen(arena, problem, tmp_p
     found = arena(directory, own)
     cut = replace(found, complete=False, cases=found.cases[:1], stand_ins=("seen before",))
     for options, what in (
-        ({"hardened": True}, "another hardened: False, this run has True"),
-        ({"dialect": "kernelbot"}, "another dialect"),
-        ({"threads": 2}, "is of 1 threads"),
-        ({"against": other}, "without --against"),
+        ({"mode": "benchmark"}, "--mode was test in the record, and is benchmark now"),
+        ({"hardened": True}, "--hardened was off in the record, and is on now"),
+        ({"dialect": "kernelbot"}, "--dialect was nibblas in the record, and is kernelbot now"),
+        ({"threads": 2}, "--threads was 1 in the record, and is 2 now"),
+        ({"seed": 7}, "--seed was none in the record, and is 7 now"),
+        ({"stand_ins": "none"}, "--stand-ins was auto in the record, and is none now"),
+        ({"budget": 2.0}, "--budget was 0.5 in the record, and is 2 now"),
+        ({"against": other}, r"--against was none in the record, and is other\.py"),
     ):
         with pytest.raises(ArenaError, match=what):
             arena(directory, own, resumed=cut, **options)
-    with pytest.raises(ArenaError, match="made against submission"):
+    with pytest.raises(ArenaError, match=r"--against was submission\.py .* in the record, and is other\.py"):
         arena(directory, own, resumed=replace(cut, comparison=Comparison(found.submission)), against=other)
+    with pytest.raises(ArenaError, match=r"the submission was submission\.py .* and is other\.py"):
+        arena(directory, other, resumed=cut)
+    before = replace(cut, environment=replace(cut.environment, torch="1.0"))
+    with pytest.raises(ArenaError, match=r"torch was 1\.0 in the record, and is"):
+        arena(directory, own, resumed=before)
+    untold = replace(cut, protocol=replace(cut.protocol, budget=None))  # as records of before had it
+    with pytest.raises(ArenaError, match=r"--budget was none in the record, and is 0\.5 now"):
+        arena(directory, own, resumed=untold)
     again = arena(directory, own, resumed=replace(cut, cases=found.cases))
     assert again.cases == found.cases
     assert again.stand_ins == ("seen before",)
+    faster = replace(cut.protocol, bandwidth=1e15, bandwidth_source="measured")
+    again = arena(directory, own, resumed=replace(cut, cases=found.cases, protocol=faster))
+    assert again.protocol.bandwidth == 1e15, "floors stay those that the finished cases had"
     assert again.isolation == found.isolation != {}
 
 

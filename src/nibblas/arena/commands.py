@@ -80,7 +80,8 @@ def _run(
         Path | None, typer.Option(help="The record's file; arena-NAME-TIME.json by default.", show_default=False)
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Go on with an interrupted run's record.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Go on with an interrupted run's record, by the same options."),
     ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="OTHER", help="Compare times pair by pair with another submission, or `self`.")
@@ -142,7 +143,7 @@ def _run(
             )
     except KeyboardInterrupt:
         if path.exists():
-            text = f"interrupted: {path} holds what was done, --resume {path} goes on"
+            text = f"interrupted: {path} holds what was done; the same command with --resume {path} goes on"
             console.print(text, highlight=False, markup=False)
         raise
     finally:

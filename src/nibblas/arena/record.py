@@ -205,6 +205,9 @@ class Protocol:
     seeds: tuple[Seed, ...]
     dialect: Literal["nibblas", "kernelbot"] = "nibblas"
     hardened: bool = False
+    public_seed: int | None = None  # in place of those of the cases
+    stand_ins: Literal["auto", "none"] = "auto"
+    budget: float | None = None  # seconds for one benchmark case
     timer: str = "host"  # whose samples make the statistics
     timers: tuple[str, ...] = ("host",)
     flush_bytes: int = 0

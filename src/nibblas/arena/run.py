@@ -44,6 +44,7 @@ from nibblas.arena.record import (
     RunVerdict,
     Sample,
     Seed,
+    SubmissionFacts,
     TaskFacts,
     Traced,
 )
@@ -110,7 +111,8 @@ def run(
     ----------
     output : the record's file; it is written whole after each case.
     against : another submission to compare times with, or the same one for the noise alone.
-    resumed : the record of an interrupted run, whose finished cases are kept; ArenaError where it is of another one.
+    resumed : the record of an interrupted run, whose finished cases are kept; ArenaError where that was of something
+        else, or was run in another way.
     progress : told what is going on.
 
     Raises ArenaError where the problem has no cases of the mode, and KeyboardInterrupt after the record was written, so
@@ -164,6 +166,9 @@ class _Run:
                 (self._seed(),),
                 self.options.dialect,
                 self.options.hardened,
+                self.options.seed,
+                self.options.stand_ins,
+                self.options.budget,
                 flush_bytes=cold_bytes(self.device),
                 warmup=timing.WARMUP,
                 stopping_rule=str(rule),
@@ -178,23 +183,13 @@ class _Run:
 
     def _continued(self, old: Record) -> Record:
         new = self._first_record()
-        for what in ("mode", "task", "submission"):
-            if getattr(old, what) != getattr(new, what):
-                raise ArenaError(f"the record to resume has another {what}: {getattr(old, what)}")
-        if old.environment.device != new.environment.device:
-            raise ArenaError(f"the record to resume is of {old.environment.device}, this is {new.environment.device}")
-        for what in ("dialect", "hardened"):
-            theirs, ours = getattr(old.protocol, what), getattr(new.protocol, what)
-            if theirs != ours:
-                raise ArenaError(f"the record to resume has another {what}: {theirs}, this run has {ours}")
-        if old.environment.threads != new.environment.threads:
-            raise ArenaError(f"the record to resume is of {old.environment.threads} threads, use --threads")
-        theirs, ours = (record.comparison and record.comparison.against for record in (old, new))
-        if theirs != ours:
-            was = f"against {theirs.name}" if theirs else "without --against"
-            raise ArenaError(f"the record to resume was made {was}, this run compares with something else")
+        theirs, ours = _decisive(old), _decisive(new)
+        for name in ours:
+            if theirs[name] != ours[name]:
+                was, now = _in_words(theirs[name]), _in_words(ours[name])
+                raise ArenaError(f"a run goes on only as it began: {name} was {was} in the record, and is {now} now")
         done = tuple(case for case in old.cases if case.verdict != "not run")
-        protocol = replace(new.protocol, seeds=old.protocol.seeds + new.protocol.seeds)
+        protocol = replace(old.protocol, seeds=old.protocol.seeds + new.protocol.seeds)
         kept = {"id": old.id, "when": old.when, "isolation": old.isolation, "stand_ins": old.stand_ins}
         return replace(new, **kept, cases=done, protocol=protocol, comparison=old.comparison)  # type: ignore[arg-type]
 
@@ -721,6 +716,38 @@ def _run_verdict(verdict: CaseVerdict) -> RunVerdict:
 
 def _coverage(values: dict) -> Coverage:
     return Coverage(**{**values, "shape": tuple(values["shape"])})
+
+
+def _decisive(record: Record) -> dict[str, object]:
+    """What decides what a run measures, by the option that sets it or by its name."""
+    protocol, environment = record.protocol, record.environment
+    return {
+        "the problem": record.task,
+        "the submission": record.submission,
+        "--mode": record.mode,
+        "--device": environment.device,
+        "--threads": environment.threads,
+        "--seed": protocol.public_seed,
+        "--budget": protocol.budget,
+        "--against": record.comparison and record.comparison.against,
+        "--hardened": protocol.hardened,
+        "--dialect": protocol.dialect,
+        "--stand-ins": protocol.stand_ins,
+        "the CPU": environment.cpu,
+        "Python": environment.python,
+        "torch": environment.torch,
+        "the software": environment.versions,
+    }
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, TaskFacts | SubmissionFacts):
+        return f"{value.name} ({', '.join(f'{path} {digest[:12]}' for path, digest in value.files.items())})"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {version}" for name, version in value.items())
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _environment(device: torch.device, threads: int) -> Environment:
