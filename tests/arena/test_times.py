@@ -52,6 +52,40 @@ def test_statistics_leave_out_invalid_samples_and_other_timers():
     assert timing.statistics_of(found, "cupti") is None
 
 
+@pytest.mark.parametrize(
+    ("values", "step"),
+    [
+        ([20.5e3, 20e3, 20e3, 22e3], 500),
+        ([20e3] * 9, timing.EVENT_STEP_NS),
+        ([20e3, 21e3, 23e3], 0),
+        ([7.0], 0),
+        ([3.0, 3.0, 1000.0], 3),
+    ],
+)
+def test_the_step_of_a_timer_is_seen_where_samples_are_the_same(values, step):
+    assert timing.step_ns(values, "event") == step
+
+
+def test_the_interval_of_samples_on_a_grid_holds_the_time_between_two_ticks():
+    """20.1 us is told as 20 us nine times of ten: the bootstrap alone gives an interval of no width."""
+    told = [20e3] * 45 + [21e3] * 5
+    bare = median_interval(told)
+    assert bare.low == bare.high == 20e3
+    found = timing.statistics_of(samples(told, timer="event"), "event")
+    assert (found.low_ns, found.median_ns, found.high_ns) == (19.5e3, 20e3, 20.5e3)
+    fine = timing.statistics_of(samples(around(20e3, 10, 50), timer="event"), "event")
+    assert fine.high_ns - fine.low_ns < 20, "a timer with steps too fine to be seen"
+
+
+def test_a_ratio_of_samples_on_a_grid_is_known_no_better_than_their_steps():
+    same = [20e3] * 30
+    pairs = [(20e3, 40e3 + 1e3 * (i % 7 == 0)) for i in range(30)]
+    found = timing.compared("n: 1", pairs, list(zip(same, same, strict=True)), "event")
+    of_both = 0.5 * (250 / 20e3 + 500 / 40e3)
+    assert (found.low, found.high) == (pytest.approx(0.5 - of_both), pytest.approx(0.5 + of_both))
+    assert (found.noise_low, found.noise_high) == (pytest.approx(1 - 0.025), pytest.approx(1 + 0.025))
+
+
 def test_the_floor_is_what_must_be_read_and_what_no_cache_can_hold_back():
     assert timing.floor_ns(1000, 500, cache_bytes=600, bandwidth=1e9) == pytest.approx(1000)
     assert timing.floor_ns(1000, 500, cache_bytes=100, bandwidth=1e9) == pytest.approx(1400)
@@ -159,7 +193,7 @@ def test_a_comparison_tells_ratio_and_noise():
     base = around(100, 5, 40)
     pairs = [(b, 2 * b) for b in base]
     noise = [(b, b * n) for b, n in zip(base, around(1, 0.02, 40, 3), strict=True)]
-    found = timing.compared("n: 1", pairs, noise)
+    found = timing.compared("n: 1", pairs, noise, "host")
     assert (found.ratio, found.low, found.high) == (0.5, 0.5, 0.5)
     assert found.noise_low < 1 < found.noise_high
     assert found.samples == tuple(pairs)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -64,7 +64,7 @@ class Made:
 
 
 class JudgeProcess:
-    """The judge, started with the problem's files in a folder that only this user can read."""
+    """The judge, started with the problem's files in a folder that only this user can read; `load` comes first."""
 
     def __init__(self, task: Task, device: str, threads: int, stand_ins: Sequence[str]):
         self.folder = Path(tempfile.mkdtemp(prefix="arena-judge-"))
@@ -87,11 +87,11 @@ class JudgeProcess:
             start_new_session=True,
         )
         theirs.close()
-        try:
-            self._ask("load", task=task.name, device=device, threads=threads, stand_ins=list(stand_ins))
-        except BaseException:
-            self.close()
-            raise
+        self.settings = {"task": task.name, "device": device, "threads": threads, "stand_ins": list(stand_ins)}
+
+    def load(self) -> None:
+        """Wait until it has loaded the problem's reference.py; JudgeError where it can't."""
+        self._ask("load", **self.settings)
 
     def make(
         self, values: Mapping[str, Any], seed: int, *, first: bool, hardened: bool = False, probing: float = 0.0
@@ -133,9 +133,13 @@ class JudgeProcess:
         self.stand_ins |= set(reply.get("stand_ins", ()))
         return reply
 
+    def let_end(self) -> None:
+        """Have the process end, without waiting for it."""
+        self.channel.close()
+
     def close(self) -> None:
         """End the process."""
-        self.channel.close()
+        self.let_end()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -181,7 +185,6 @@ class Contestant:
     allow: Sequence[str] = KINDS
     runner: Sequence[str] = ()  # a program that runs the worker: a profiler
     sandbox: Sandbox | None = None
-    is_ready: bool = False
     unloadable: FaultError | None = None
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
@@ -194,10 +197,51 @@ class Contestant:
     used: set[str] = field(default_factory=set)
 
     def launch(self) -> None:
-        """Start the worker's process, if there is none."""
-        if self.sandbox is not None:
-            return
-        self.is_ready = False
+        """Start the worker's process, if there is none, without waiting for its device."""
+        if self.sandbox is None:
+            self._steps = self._starting()
+            self.proceed()
+
+    def proceed(self) -> None:
+        """One step further in starting; `start` tells of a submission that fails in it."""
+        with suppress(FaultError):
+            next(self._steps, None)
+
+    def start(self) -> None:
+        """Launch, time calls of a function that does nothing, and load the submission; FaultError where it fails.
+
+        A submission that could not be loaded once is not tried again.
+        """
+        if self.unloadable is None:
+            self.launch()
+            for _ in self._steps:
+                pass
+        if self.unloadable is not None:
+            raise self.unloadable
+
+    def _starting(self) -> Iterator[None]:
+        """The steps of a start, each of which several contestants can take before one of them takes the next."""
+        try:
+            self._open()
+            yield
+            told = self._reply()
+            self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
+            yield
+            self._time_empty_calls()
+            yield
+        except FaultError as fault:  # none of the submission has run yet
+            raise RuntimeError(f"the arena's worker can't be started: {fault.message}") from None
+        try:
+            self._request("load", self.seconds, main=self.submission.main)
+            yield
+            loaded = self._reply()
+            self._raise_if_failed(loaded, "the submission can't be loaded")
+        except FaultError as fault:
+            self.unloadable = fault
+            raise
+        self.used |= set(_words(loaded.get("stand_ins")))
+
+    def _open(self) -> None:
         files = {file.name: file.content for file in self.task.files if file.name not in WITHHELD}
         on_cpu = self.device == "cpu"
         self.sandbox = Sandbox(
@@ -210,33 +254,7 @@ class Contestant:
         )
         self.isolation = self.sandbox.isolation
         self.channel = Channel(self.sandbox.end, MAX_REPLY)
-
-    def start(self) -> None:
-        """Launch, time calls of a function that does nothing, and load the submission; FaultError where it fails.
-
-        A submission that could not be loaded once is not tried again.
-        """
-        if self.unloadable is not None:
-            raise self.unloadable
-        self.launch()
-        if self.is_ready:
-            return
-        try:
-            told = self._ask(
-                "start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins)
-            )
-            self.timers, self.flush_bytes = tuple(told["timers"]), told["flush_bytes"]
-            self._time_empty_calls()
-        except FaultError as fault:  # none of the submission has run yet
-            raise RuntimeError(f"the arena's worker can't be started: {fault.message}") from None
-        try:
-            loaded = self._ask("load", self.seconds, main=self.submission.main)
-            self._raise_if_failed(loaded, "the submission can't be loaded")
-        except FaultError as fault:
-            self.unloadable = fault
-            raise
-        self.used |= set(_words(loaded.get("stand_ins")))
-        self.is_ready = True
+        self._request("start", STARTING, device=self.device, threads=self.threads, stand_ins=list(self.stand_ins))
 
     def _time_empty_calls(self) -> None:
         """What the runner sees of a call of nothing beyond its claim, and the CPU time that is used around it.
@@ -340,14 +358,31 @@ class Contestant:
         return list(self.sandbox.processes()) if self.sandbox else []
 
     def _ask(self, do: str, seconds: float, fds: Sequence[int] = (), **values: Any) -> dict:
+        self._request(do, seconds, fds, **values)
+        return self._reply()
+
+    def _request(self, do: str, seconds: float, fds: Sequence[int] = (), **values: Any) -> None:
+        with self._faults(do, seconds):
+            self._asked = do, seconds, self.channel.send_request(do, fds, **values)
+
+    def _reply(self) -> dict:
+        """The reply to the last request."""
         assert self.sandbox is not None
-        try:
-            reply = self.channel.ask(do, seconds, fds, self.sandbox.look, **values)
+        do, seconds, nonce = self._asked
+        with self._faults(do, seconds):
+            reply = self.channel.take_reply(nonce, seconds, self.sandbox.look)
             if sent := reply.pop("fds"):
                 for fd in sent:
                     os.close(fd)
                 raise ProtocolError("files that nobody asked for")
             return reply
+
+    @contextmanager
+    def _faults(self, do: str, seconds: float) -> Iterator[None]:
+        """What goes wrong with the worker's channel, as a FaultError."""
+        assert self.sandbox is not None
+        try:
+            yield
         except TimeoutError:
             self.stop()
             raise FaultError("timeout", f"{_DOING[do]} took longer than {seconds:g} s") from None
@@ -384,11 +419,29 @@ class Contestant:
         trace = str(error.get("traceback", ""))[-KEPT_TEXT:].strip()
         raise FaultError("crashed", f"{prefix}{trace or f'{kind}: {message}'}")
 
+    def let_end(self) -> None:
+        """Have the worker and all that it started end, without waiting for it."""
+        if self.sandbox is not None:
+            self.sandbox.let_end()
+
     def stop(self) -> None:
         """End the worker and all that it started."""
         if self.sandbox is not None:
             self.sandbox.end_all()
             self.sandbox = None
+
+
+def start_together(judge: JudgeProcess, contestants: Sequence[Contestant]) -> None:
+    """Start all as far as can be done side by side: `start` has little left to wait for.
+
+    Calls of nothing are timed when all processes are up, one worker after the other.
+    """
+    for contestant in contestants:
+        contestant.launch()
+    judge.load()
+    for _ in ("its device", "calls of nothing", "its submission"):
+        for contestant in contestants:
+            contestant.proceed()
 
 
 _DOING = {

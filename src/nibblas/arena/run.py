@@ -5,6 +5,7 @@ code of the problem and none of the submission.
 """
 
 import hashlib
+import math
 import os
 import platform
 import random
@@ -27,7 +28,7 @@ from nibblas.arena import correctness, coverage, record, standins, submission, t
 from nibblas.arena.clocks import Clocks
 from nibblas.arena.launcher import Process, hide_from_other_processes
 from nibblas.arena.native import BuildError, Native
-from nibblas.arena.parties import KEPT_TEXT, Contestant, FaultError, JudgeError, JudgeProcess, Made
+from nibblas.arena.parties import KEPT_TEXT, Contestant, FaultError, JudgeError, JudgeProcess, Made, start_together
 from nibblas.arena.problem import ArenaError, Case, Dialect, Task
 from nibblas.arena.record import (
     CaseResult,
@@ -219,12 +220,15 @@ class _Run:
             with ExitStack() as stack:
                 names = standins.ALL if self.options.stand_ins == "auto" else ()
                 self.progress("starting")
+                self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
+                stack.callback(self.judge.close)
                 self.contestants = [self._contestant(entry, names) for entry in self._entries()]
                 for contestant in self.contestants:
                     stack.callback(contestant.stop)
-                    contestant.launch()  # they import torch while the judge does
-                self.judge = JudgeProcess(self.task, self.options.device, self.threads, names)
-                stack.callback(self.judge.close)
+                stack.callback(self.judge.let_end)  # all of them are let end before the end of one is waited for
+                for contestant in self.contestants:
+                    stack.callback(contestant.let_end)
+                start_together(self.judge, self.contestants)
                 self._stages()
                 self._trace()
         except (JudgeError, BuildError) as error:
@@ -421,6 +425,7 @@ class _Case:
         self.samples: list[Sample] = []
         self.inside: list[float] = []  # CPU time of each call, and around it
         self.outside: list[float] = []
+        self.places: list[bool] = []  # of the next calls' data: elsewhere or not
         self.first_call_ns: float | None = None
         self.errors: tuple[Errors, ...] = ()
         self.coverage: tuple[Coverage, ...] = ()
@@ -428,7 +433,7 @@ class _Case:
         self.stand_ins: set[str] = set()
         self.floor: float | None = None
         self.ratio: PairedRatio | None = None
-        self.started = time.monotonic()
+        self.started = math.inf  # with the calls that count
 
     # --- kinds of cases
 
@@ -443,6 +448,7 @@ class _Case:
         """Calls on fresh inputs until the stopping rule is satisfied; in ranked cases all seeds are secret."""
         rule = timing.Stopping(self.run.options.budget)
         for index in range(first, 1 << 30):
+            self._at(index)
             if not self._one(index, secret=index > 0 or self.kind == "leaderboard"):
                 return
             valid = timing.claimed(self.samples, self.run.record.protocol.timer)
@@ -459,20 +465,21 @@ class _Case:
         timer = run.record.protocol.timer
         sides = [self, *(_Case(run, self.kind, self.case, contestant) for contestant in run.contestants[1:])]
         rounds: list[list[float]] = []
-        index = 0
-        while self._round(index, sides):
+        for index in range(1 << 30):
+            self._at(index)
+            if not self._round(index, sides):
+                break
             if index >= timing.WARMUP:
                 rounds.append([side.samples[-1].claimed_ns[timer] or 0.0 for side in sides])
             ratios = [this / other for this, other, _ in rounds]
             if rule.is_reached(ratios, len(rounds), self._seconds()):
                 break
-            index += 1
         for side in sides:
             side._judge_times()
         failed = next((side for side in sides if side.verdict != "correct" or side._refusal()), None)
         if failed is None:
             self.ratio = timing.compared(
-                self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds]
+                self.case.text, [(a, b) for a, b, _ in rounds], [(a, again) for a, _, again in rounds], timer
             )
         elif failed.contestant.submission == run.entry:
             self.verdict, self.message = failed.verdict, failed.message
@@ -579,7 +586,7 @@ class _Case:
         """A call and its check; None, with the verdict set, where the case ends with it."""
         run, contestant = self.run, self.contestant
         inspect = index < 3 or index % INSPECTED == 0
-        elsewhere = run.shuffled.random() < 0.5
+        elsewhere = self._elsewhere()
         call = contestant.call(made, run.judge.room, run.device.type, elsewhere=elsewhere, inspect=inspect)
         throttled = run.clocks.throttled()
         self.calls += 1
@@ -610,6 +617,15 @@ class _Case:
         claims = timing.nanoseconds(call.spans, contestant.timers)
         sample = Sample(claims, float(call.observed_ns), True, "", throttled, elsewhere)
         return self._validated(index, sample)
+
+    def _elsewhere(self) -> bool:
+        """Whether the data of a call lies elsewhere than that of the call before: two of each four, in random order.
+
+        So a few calls are enough to have new data at old addresses and at new ones.
+        """
+        if not self.places:
+            self.places = self.run.shuffled.sample([False, False, True, True], 4)
+        return self.places.pop()
 
     def _validated(self, index: int, sample: Sample) -> Sample:
         """The sample, invalid where it is a warm-up or claims what can't be."""
@@ -681,7 +697,13 @@ class _Case:
         if fault.finding is not None:
             self._find(fault.finding)
 
+    def _at(self, index: int) -> None:
+        """A call is to be made: the budget is used from the end of warm-up, whose calls may compile for minutes."""
+        if index >= timing.WARMUP:
+            self.started = min(self.started, time.monotonic())
+
     def _seconds(self) -> float:
+        """Used of the budget."""
         return time.monotonic() - self.started
 
     def result(self) -> CaseResult:

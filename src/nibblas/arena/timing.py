@@ -7,9 +7,11 @@ its timers lie, or that does its work outside the span, disagrees with what is s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced
-from nibblas.statistics import median_interval, paired_ratio
+from nibblas.statistics import Interval, median_interval, paired_ratio
 
 REFUSE: Severity = "refuse"
 FLAG: Severity = "flag"
@@ -20,6 +22,7 @@ PRECISION = 0.01  # of the median: half the width of its interval
 CONFIDENCE = 0.95
 # What may lie between the claimed and the seen time of an honest call: a share of it, and what scheduling costs.
 SHARE = 0.25
+EVENT_STEP_NS = 500.0  # between the times that two events can be apart, as CUDA's documentation states it
 EVENT_SLACK_NS, HOST_SLACK_NS = 30e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
 TAIL_NS = 10e3  # for which a device may go on after the last event of a call, beyond what waiting for an idle one takes
@@ -31,7 +34,10 @@ FLOOR_SHARE = 0.75  # of a floor: measured bandwidths are those of one access pa
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a case has been sampled enough. `budget` is in seconds, for all that its calls take, checks included."""
+    """When a case has been sampled enough.
+
+    `budget` is in seconds, for all that its calls after warm-up take, checks included.
+    """
 
     budget: float
     at_least: int = AT_LEAST
@@ -59,12 +65,26 @@ def claimed(samples: Sequence[Sample], timer: str) -> list[float]:
 
 
 def statistics_of(samples: Sequence[Sample], timer: str) -> Statistics | None:
-    """The median of a timer's valid claims with its interval; None without any."""
+    """The median of a timer's valid claims with its interval, wider by half a step of the timer; None without any."""
     values = claimed(samples, timer)
     if not values:
         return None
-    found = median_interval(values, confidence=CONFIDENCE)
-    return Statistics(timer, found.value, found.low, found.high, len(values))
+    found, half = median_interval(values, confidence=CONFIDENCE), step_ns(values, timer) / 2
+    return Statistics(timer, found.value, found.low - half, found.high + half, len(values))
+
+
+def step_ns(values: Sequence[float], timer: str) -> float:
+    """The step between the times that a timer can tell, as far as these values show one: 0 where none occurs twice.
+
+    A time between two ticks is told as one of them. Where many samples are the same their median says nothing of where
+    between its neighbours the time lies, however narrow the bootstrap makes the interval.
+    """
+    ticks = sorted(set(values))
+    if len(ticks) == len(values):
+        return 0.0
+    # Where all are the same the timer's documentation has to tell. No timer tells a time below one step.
+    stated = EVENT_STEP_NS if timer == "event" else 0.0
+    return min(ticks[0], min((b - a for a, b in pairwise(ticks)), default=stated))
 
 
 def floor_ns(read_bytes: int | None, written_bytes: int, cache_bytes: int, bandwidth: float | None) -> float | None:
@@ -210,14 +230,21 @@ def outside_work(samples: Sequence[Sample], outside_ns: Sequence[float], timer: 
 
 
 def compared(
-    text: str, pairs: Sequence[tuple[float, float]], noise_pairs: Sequence[tuple[float, float]]
+    text: str, pairs: Sequence[tuple[float, float]], noise_pairs: Sequence[tuple[float, float]], timer: str
 ) -> PairedRatio:
     """The ratio of pairs (this, other), and of pairs of the same submission in two workers."""
-    ratio = paired_ratio(*zip(*pairs, strict=True), confidence=CONFIDENCE)
-    noise = paired_ratio(*zip(*noise_pairs, strict=True), confidence=CONFIDENCE)
+    ratio, noise = _ratio(pairs, timer), _ratio(noise_pairs, timer)
     return PairedRatio(
         text, ratio.value, ratio.low, ratio.high, noise.low, noise.high, tuple(pairs), tuple(noise_pairs)
     )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]], timer: str) -> Interval:
+    """The ratio of pairs, its interval wider by what half a step of the timer is of both times."""
+    sides = list(zip(*pairs, strict=True))
+    found = paired_ratio(*sides, confidence=CONFIDENCE)
+    more = found.value * sum(step_ns(side, timer) / 2 / median(side) for side in sides)
+    return Interval(found.value, found.low - more, found.high + more)
 
 
 def nanoseconds(spans: object, timers: Sequence[str]) -> dict[str, float | None]:
