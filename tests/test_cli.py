@@ -161,7 +161,6 @@ def test_an_unknown_kernel_is_answered_with_the_known_ones(run):
         (["quantize", "model.safetensors", "out", "--include", "nothing"], "nothing to quantize"),
         (["quantize", "model.safetensors", "model.safetensors"], "is the source"),
         (["explain", "linear", "1x64x40", "--b", "mxfp4"], "K = 40 is not a multiple of mxfp4's block_size 32"),
-        (["explain", "linear", "--device", "abacus"], "device 'abacus' is unknown"),
         (["bench", "--shapes", "64x40"], "K = 40 is not a multiple"),
         (["bench", "--activations", "int8"], "activations 'int8' are unknown"),
         (["report", "absent"], "absent"),
@@ -180,12 +179,30 @@ def test_errors_are_one_line_and_status_1(run, model, monkeypatch, arguments, me
     assert not list(model.parent.glob("out*"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_gpu_that_is_not_there(run):
-    assert run("explain", "linear", "--device", "cuda")[::2] == (
-        1,
-        "error: device cuda: this torch sees no GPU (`nibblas doctor` tells what there is)\n",
-    )
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["explain", "linear"],
+        ["bench"],
+        ["tune", "64x64"],
+        ["report"],
+        ["arena", "run", "problem", "submission.py"],
+        ["arena", "lint", "problem"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_tells_of_a_device_in_the_same_words(run, command):
+    doctor = "(`nibblas doctor` tells what there is)"
+    gpus = torch.cuda.device_count()
+    sees = f"torch sees {gpus or 'no'} GPU{'s' if gpus > 1 else ''}"
+    unknown = "error: device {!r} is unknown; need cpu, cuda, or cuda:1 ...\n".format
+    for name, told in (
+        ("abacus", unknown("abacus")),
+        ("meta", unknown("meta")),
+        ("cuda:x", unknown("cuda:x")),
+        ("cuda:99", f"error: device 'cuda:99' is not here; {sees} {doctor}\n"),
+    ):
+        assert run(*command, "--device", name) == (1, "", told)
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "inspect", "absent"], ["inspect", "absent", "--debug"]])

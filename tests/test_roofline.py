@@ -80,3 +80,20 @@ def test_a_cache_that_cannot_be_written_is_a_warning(cache, capsys):
     assert roofline.roofline(CPU, 1) == LINE
     assert roofline.roofline(CPU, 2) == replace(roofline.roofline(CPU, 2), source="assumed")
     assert capsys.readouterr().err == ""
+
+
+def test_a_device_is_called_by_its_name(monkeypatch):
+    for gpus, current, called in (
+        (0, 0, {None: "cpu", "cpu": "cpu"}),
+        (2, 1, {None: "cuda:0", "cpu": "cpu", "cuda": "cuda:1", "cuda:0": "cuda:0", "cuda:1": "cuda:1"}),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        assert {name: str(roofline.device_called(name)) for name in called} == called
+    for name, told in (
+        ("cuda:2", "device 'cuda:2' is not here; torch sees 2 GPUs"),
+        ("cuda:", "device 'cuda:' is unknown"),
+        ("xpu", "device 'xpu' is unknown; need cpu, cuda, or cuda:1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            roofline.device_called(name)

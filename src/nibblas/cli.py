@@ -159,23 +159,6 @@ def _shorten(text: str, most: int = 40) -> str:
     return text if len(text) <= most else f"...{text[3 - most :]}"
 
 
-def _device(name: str) -> "torch.device":
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is unknown; need cpu, cuda, or cuda:1 ...") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device cuda: this torch sees no GPU (`nibblas doctor` tells what there is)")
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device.index >= torch.cuda.device_count():
-            raise ValueError(f"device {name}: there are {torch.cuda.device_count()} GPUs")
-    return device
-
-
 def _format(name: str, others: str = "") -> "Format":
     from nibblas.formats import FORMATS
 
@@ -249,9 +232,10 @@ def report(
     """
     from nibblas.bench.report import print_report
     from nibblas.bench.report import report as make
+    from nibblas.roofline import device_called
 
     with _progress("report") as advance:
-        found = make(path, threads=threads, device=_device(device) if device else None, progress=advance)
+        found = make(path, threads=threads, device=device_called(device), progress=advance)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -380,6 +364,7 @@ def explain(
     """
     from nibblas.bench.timing import torch_threads
     from nibblas.problem import DTYPES, OPS, Problem, arch_of
+    from nibblas.roofline import device_called
 
     if op not in OPS:
         raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
@@ -398,7 +383,7 @@ def explain(
         raise typer.BadParameter(f"{op} has no {', '.join(name for name, is_unfit in unfit.items() if is_unfit)}")
     format = _format(b)
     format.check_K("explain", K)
-    place = _device(device)
+    place = device_called(device)
     a = a if a in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
     if quantizes:
         rule = rule or format.scale_rules[0]
@@ -461,6 +446,7 @@ def bench(
     from nibblas.bench.sweep import kernels_of, print_results, random_problems, sweep
     from nibblas.bench.sweep_quantize import sweep_quantize
     from nibblas.ops import dependent_launch as set_dependent_launch
+    from nibblas.roofline import device_called
 
     names = _split(kernels)
     known = [kernel.name for kernel in kernels_of(op)]
@@ -472,7 +458,7 @@ def bench(
     set_dependent_launch(dependent_launch)
     with _progress("bench") as advance:
         options: dict[str, Any] = {
-            "device": _device(device),
+            "device": device_called(device),
             "threads": threads,
             "names": names or None,
             "rounds": rounds,
@@ -525,6 +511,7 @@ def tune(
     """
     from nibblas.bench.tune import print_tuned
     from nibblas.bench.tune import tune as run
+    from nibblas.roofline import device_called
 
     with _progress("tune") as advance:
         tuned = run(
@@ -532,7 +519,7 @@ def tune(
             [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
             [_format(name) for name in _split(formats)],
             activations,
-            device=_device(device),
+            device=device_called(device),
             threads=threads,
             seconds=seconds,
             progress=advance,

@@ -81,6 +81,24 @@ def device_name(device: torch.device) -> str:
     return f"{facts[0]} ({'/'.join(facts[1:])})" if facts else platform.machine()
 
 
+def device_called(name: str | None = None) -> torch.device:
+    """The device of a command's `--device`, with its number; by default the first GPU, or the CPU where there is none.
+
+    Raises ValueError for a name other than cpu, cuda, cuda:1 and so on, and for a GPU that isn't here.
+    """
+    gpus = torch.cuda.device_count()
+    name = name or ("cuda:0" if gpus else "cpu")
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if found is None:
+        raise ValueError(f"device {name!r} is unknown; need cpu, cuda, or cuda:1 ...")
+    if name == "cpu":
+        return torch.device("cpu")
+    if int(found[1] or 0) >= gpus:
+        seen = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        raise ValueError(f"device {name!r} is not here; torch sees {seen} (`nibblas doctor` tells what there is)")
+    return torch.device("cuda", int(found[1]) if found[1] else torch.cuda.current_device())
+
+
 def threads_of(device: torch.device) -> int:
     """CPU threads that a product will use; 0 on other devices."""
     return torch.get_num_threads() if device.type == "cpu" else 0

@@ -1,6 +1,5 @@
 """The commands `nibblas arena run | show | new | lint`. Only typer and rich are imported before one runs."""
 
-import re
 import shlex
 import signal
 import sys
@@ -43,22 +42,6 @@ class StandInChoice(StrEnum):
 
 
 Directory = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A folder with a task.yml.", show_default=False)]
-
-
-def _device(name: str | None) -> str:
-    """A device that is here, by default the first GPU; ArenaError for another one."""
-    import torch
-
-    from nibblas.arena.problem import ArenaError
-
-    gpus = torch.cuda.device_count()
-    name = name or ("cuda" if gpus else "cpu")
-    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    if match is None:
-        raise ArenaError(f"--device {name}: need cpu, cuda, or cuda:1 and so on")
-    if name != "cpu" and int(match[1] or 0) >= gpus:
-        raise ArenaError(f"--device {name}: torch finds {f'only {gpus}' if gpus else 'no'} GPU here")
-    return name
 
 
 @app.command("run", no_args_is_help=True)
@@ -104,8 +87,9 @@ def _run(
     from nibblas.arena.problem import ArenaError, read_task
     from nibblas.arena.run import Options, run
     from nibblas.arena.submission import read_submission
+    from nibblas.roofline import device_called
 
-    device = _device(device)
+    device = str(device_called(device))
     if against is not None and mode not in (ModeName.BENCHMARK, ModeName.LEADERBOARD):
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
     task = read_task(problem, dialect.value)
@@ -210,10 +194,13 @@ def _lint(
     from dataclasses import asdict
 
     from nibblas.arena.lint import lint_problem, print_lint
+    from nibblas.roofline import device_called
 
     console = Console(stderr=True)
     with console.status("") as status:
-        found = lint_problem(problem, _device(device), hardened=hardened, budget=budget, progress=status.update)
+        found = lint_problem(
+            problem, str(device_called(device)), hardened=hardened, budget=budget, progress=status.update
+        )
     if as_json:
         print(json.dumps([{**asdict(case), "weak": case.weak} for case in found], indent=1))
     else:
