@@ -75,7 +75,7 @@ def count(fact: dict, *prefixes: str) -> int:
 def test_products_use_tensor_cores_and_wide_copies(machine_code):
     tensor = {"sm_90": ("HGMMA", "HMMA"), "sm_100": ("UTCHMMA", "HMMA"), "sm_120": ("HMMA",)}
     for (arch, name), fact in machine_code.items():
-        if fact["kernel"] not in ("linear_kernel", "grouped_kernel", "gated_kernel") or "native" in name:
+        if fact["launch"] not in ("linear_kernel", "grouped_kernel", "gated_kernel") or "native" in name:
             continue
         assert count(fact, *tensor.get(arch, ("v_mfma_f32",))), (arch, name, fact["opcodes"])
         if arch.startswith("sm_"):
@@ -92,17 +92,17 @@ def test_native_products_use_block_scaled_instructions(machine_code):
     for (arch, name), fact in machine_code.items():
         if "native" in name:
             assert count(fact, block_scaled[arch]), (arch, name, fact["opcodes"])
-            seen.add((arch, name))
-    both = {
-        (arch, f"native {kind}{f}")
-        for arch in ("sm_100", "sm_120")
-        for kind in ("", "grouped ")
-        for f in ("nvfp4", "mxfp4")
+            seen.add((arch, name.split()[0], fact["format"]))
+    assert seen == {
+        (arch, f"triton_{kind}linear_native{'_gfx950' * (arch == 'gfx950')}", format)
+        for arch in block_scaled
+        for kind in ("", "grouped_")
+        for format in ("nvfp4", "mxfp4")
+        if (arch, format) != ("gfx950", "nvfp4")
     }
-    assert seen == both | {("gfx950", "native mxfp4"), ("gfx950", "native grouped mxfp4")}
 
 
 def test_quantize_loads_wide_and_rounds_precisely(machine_code):
     for (arch, name), fact in machine_code.items():
-        if name.startswith("quantize") and arch.startswith("sm_"):
+        if name.startswith("triton_quantize") and arch.startswith("sm_"):
             assert count(fact, "LDG.E.128", "LDG.E.ENL2.256", "LDG.E.NA.128"), (arch, name, fact["opcodes"])

@@ -1,7 +1,6 @@
 """Compiles triton_linear_decoded_sm90's kernels without a GPU and prints facts of the machine code, as
 triton_compile.py does; test_triton_linear_decoded_sm90.py runs it for each version of triton."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from checks import random_codes
-from triton_compile import facts
+from triton_compile import print_facts
 
+from nibblas.bench.compiled import compile
 from nibblas.kernels.triton_launch import Launch
 from nibblas.kernels.triton_linear_decoded_sm90 import KERNELS, decode_launch, finish_launch
 
@@ -33,4 +33,4 @@ def cases() -> Iterator[tuple[str, Launch]]:
 
 if __name__ == "__main__":
     for name, launch in cases():
-        print(json.dumps({"name": name, **facts(launch, "sm_90")}), flush=True)
+        print_facts(name, name.split()[1], "sm_90", compile(launch, "sm_90"))
