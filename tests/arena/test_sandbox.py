@@ -218,6 +218,20 @@ say("started")
     assert not program.sandbox.folder.exists()
 
 
+def test_a_program_does_not_hide_by_the_launchers_name(needs):
+    needs("processes")
+    code = f"""
+if os.fork() == 0:
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", {launcher.__file__!r}])
+time.sleep(0.5)
+say("started")
+time.sleep(60)
+"""
+    with Program(code) as program:
+        assert program.line() == "started"
+        assert len(list(program.sandbox.processes())) == 2
+
+
 def test_the_clock_of_a_program_ticks_only_while_it_computes():
     code = """
 os.read(fd, 1)

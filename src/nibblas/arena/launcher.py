@@ -108,17 +108,24 @@ def descendants(root: int) -> Iterator[Process]:
 
 def _process(pid: int) -> Process | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         if fields[0] in b"ZX":
             return None
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            is_launcher = os.fsencode(__file__) in file.read().split(b"\0")
+        is_launcher = os.fsencode(__file__) in _read(f"/proc/{pid}/cmdline").split(b"\0")
     except OSError:
         return None
     page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     ran = (int(fields[11]) + int(fields[12])) / tick
     return Process(pid, int(fields[1]), int(fields[21]) * page, int(fields[17]), ran, is_launcher)
+
+
+def _read(path: str) -> bytes:
+    """The beginning of a file. A Ctrl-C may come at any time, and leaves no file object that would be warned of."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -170,7 +170,8 @@ class Sandbox:
 
     def processes(self) -> Iterator[Process]:
         """All processes of the program but the launcher's own two."""
-        return (process for process in descendants(self.launcher.pid) if not process.is_launcher)
+        below = descendants(self.launcher.pid)
+        return (p for p in below if not (p.is_launcher and p.parent == self.launcher.pid))
 
     def cpu_ns(self) -> int:
         """CPU time that the program's own process has used; 0 where it is gone."""
