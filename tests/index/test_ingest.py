@@ -742,6 +742,7 @@ def test_a_measurement_becomes_a_run(store, measured):
     assert (run.samples, run.floor, run.error, run.hardened) == (measured.samples, 1e-4, 3e-7, True)
     compiled = run_of(replace(measured, samples=(), error=None))
     assert (compiled.status, compiled.figures) == ("compiled", ())
+    assert (compiled.environment.device, compiled.environment.arch) == (None, measured.problem.arch)
 
 
 def test_a_file_of_measurements(store, measured, tmp_path):

@@ -218,7 +218,8 @@ def run_of(measurement: "Measurement") -> Run:
         of,
         Workload(of, name, axes, parameters),
         Protocol("nibblas bench", "nibblas", details={"method": m.method} if m.method else {}),
-        Environment(m.device, p.arch, m.threads, m.versions, m.facts),
+        # What was only compiled was so for an architecture, on no device.
+        Environment(m.device if m.samples else None, p.arch, m.threads, m.versions, m.facts),
         "passed" if m.samples else "compiled",
         False,
         observed_at=m.when,
