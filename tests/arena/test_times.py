@@ -30,6 +30,19 @@ def test_the_interval_of_a_median_holds_it_and_narrows_with_samples():
         median_interval([])
 
 
+@pytest.mark.parametrize("n", [1, 2, 5, 31, 100, 999])
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_interval_is_that_of_drawn_medians(n, confidence):
+    """An odd number's: a percentile of the medians of 4,000 resamples; an even one's may be wider by a sample."""
+    samples, draw = sorted(around(100, 10, n)), random.Random(1)
+    medians = sorted(sorted(draw.choices(samples, k=n))[(n - 1) // 2] for _ in range(4000))
+    found, tail = median_interval(samples, confidence=confidence), (1 - confidence) / 2
+    low, high = medians[int(4000 * tail)], medians[int(4000 * (1 - tail))]
+    near = 1 + n // 100  # places among the samples by which drawing may err
+    assert abs(samples.index(found.low) - samples.index(low)) <= near
+    assert abs(samples.index(found.high) - samples.index(high)) <= near
+
+
 def test_a_case_is_sampled_until_its_median_is_known_or_its_time_is_over():
     rule = timing.Stopping(budget=10)
     steady, wild = around(100, 0.1, 10), around(100, 60, 40)

@@ -58,7 +58,9 @@ def _run(
     seed: Annotated[
         int | None, typer.Option(min=0, help="In place of the cases' public seeds, to look at one.")
     ] = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="Seconds for one benchmark case.")] = 30.0,
+    budget: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of calls after warm-up, for one benchmark case.")
+    ] = 30.0,
     output: Annotated[
         Path | None, typer.Option(help="The record's file; arena-NAME-TIME.json by default.", show_default=False)
     ] = None,
