@@ -16,9 +16,8 @@ from nibblas import evidence
 from nibblas.arena.measurements import measurements
 from nibblas.arena.problem import ArenaError, read_task
 from nibblas.arena.record import CaseResult, Record
-from nibblas.arena.show import floor_share
 from nibblas.arena.submission import read_submission
-from nibblas.arena.survey import brief, duration, kept_run, machine, sizes
+from nibblas.arena.survey import brief, kept_run, markdown, sizes, times, where_and_when
 from nibblas.generated import ROOT, Part
 
 MODULE = "nibblas.arena.contest"
@@ -44,16 +43,9 @@ class Entry:
         for case in self.found.cases:
             ratio = ratios.get(case.text)
             of_other = (f"{ratio.ratio:.3g}", f"{ratio.low:.3g} to {ratio.high:.3g}") if ratio else ("", "")
-            yield (self.name, sizes(case), *_times(case), *of_other, _verdict(case))
+            yield (self.name, sizes(case), *times(case), *of_other, _verdict(case))
         if not self.found.cases:
             yield (self.name, *[""] * 6, brief(f"{self.found.verdict}: {self.found.reason}"))
-
-
-def _times(case: CaseResult) -> tuple[str, str, str]:
-    found = case.statistics
-    if found is None:
-        return "", "", ""
-    return duration(found.median_ns), f"{duration(found.low_ns)} to {duration(found.high_ns)}", floor_share(case)
 
 
 def _verdict(case: CaseResult) -> str:
@@ -96,11 +88,8 @@ def _run(
 def table(found: list[Entry]) -> str:
     """The table in Markdown, below a line that names the machine."""
     runs = [entry.found for entry in found if isinstance(entry.found, Record)]
-    machines, days = sorted({machine(run) for run in runs}), sorted({run.when[:10] for run in runs})
-    head = f"{', '.join(machines)}; {' to '.join(dict.fromkeys([days[0], days[-1]]))}." if runs else "No runs."
-    rows = [row for entry in found for row in entry.rows()]
-    lines = [head, "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines)
+    line = where_and_when(runs) if runs else "No runs."
+    return markdown(line, HEAD, (row for entry in found for row in entry.rows()))
 
 
 def add_evidence(found: list[Entry], path: Path) -> int:

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,11 +73,7 @@ class Entry:
 
     def _times(self) -> tuple[str, str, str, str]:
         case = next((case for case in self._timed() if case.statistics is not None), None)
-        if case is None or case.statistics is None:
-            return "", "", "", ""
-        found = case.statistics
-        interval = f"{duration(found.low_ns)} to {duration(found.high_ns)}"
-        return sizes(case), duration(found.median_ns), interval, floor_share(case)
+        return ("", "", "", "") if case is None else (sizes(case), *times(case))
 
     def _timed(self) -> tuple[CaseResult, ...]:
         benchmark = self.runs.get("benchmark")
@@ -219,18 +215,22 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 def table(found: list[Entry]) -> str:
     """The table in Markdown, below a line that names the machine."""
     runs = [run for entry in found for run in entry.runs.values()]
-    machines = sorted({machine(run) for run in runs})
-    days = sorted({run.when[:10] for run in runs})
     tested = [entry.runs["test"].verdict for entry in found if "test" in entry.runs]
-    lines = [
-        f"{tested.count('correct here')} of {len(tested)} submissions passed all their tests; {', '.join(machines)}; "
-        f"{' to '.join(dict.fromkeys([days[0], days[-1]])) if days else 'no runs'}.",
-        "",
-        f"| {' | '.join(HEAD)} |",
-        "|---" * len(HEAD) + "|",
-        *(f"| {' | '.join(entry.cells())} |" for entry in found),
-    ]
-    return "\n".join(lines)
+    passed = f"{tested.count('correct here')} of {len(tested)} submissions passed all their tests; "
+    return markdown(passed + where_and_when(runs), HEAD, (entry.cells() for entry in found))
+
+
+def markdown(line: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table below a line."""
+    cells = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return "\n".join([line, "", next(cells), "|---" * len(head) + "|", *cells])
+
+
+def where_and_when(runs: Sequence[Record]) -> str:
+    """The machines of runs, and the days from the first to the last."""
+    days = sorted({run.when[:10] for run in runs})
+    machines = ", ".join(sorted({machine(run) for run in runs}))
+    return f"{machines}; {' to '.join(dict.fromkeys([days[0], days[-1]])) if days else 'no runs'}."
 
 
 def machine(run: Record) -> str:
@@ -241,6 +241,14 @@ def machine(run: Record) -> str:
 
 def sizes(case: CaseResult) -> str:
     return ", ".join(f"{key} {value}" for key, value in case.values.items() if key != "seed")
+
+
+def times(case: CaseResult) -> tuple[str, str, str]:
+    """The median of a case, its interval and the share of the floor; empty where it was not timed."""
+    found = case.statistics
+    if found is None:
+        return "", "", ""
+    return duration(found.median_ns), f"{duration(found.low_ns)} to {duration(found.high_ns)}", floor_share(case)
 
 
 def duration(ns: float) -> str:

@@ -106,9 +106,9 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, spread_n
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
     `empty_ns` is what the runner sees of a call of nothing, beyond its claim, and `spread_ns` by how much more that can
-    be. The medians over a case are compared,
-    since a single call may have had to wait for the machine. On a CPU that others use too, waiting is all that this can
-    show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter test there.
+    be. The medians over a case are compared, since a single call may have had to wait for the machine. On a CPU that
+    others use too, waiting is all that this can show for sure, so that it only asks a person to look; unseen_cpu_time
+    is the stricter test there.
     """
     pairs = [
         (ns, sample.observed_ns - empty_ns)

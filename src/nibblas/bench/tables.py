@@ -162,7 +162,6 @@ def _quantizers(device: str) -> list[str]:
     timed = [m for m in _fastest(lambda m: m.problem.op == "quantize") if m.device == device]
     if not timed:
         return []
-    columns = sorted({f"{m.problem.b.upper()} {m.problem.rule}" for m in timed})
     cells = [
         (
             f"{m.problem.a} {m.problem.M}x{m.problem.K}{_threads(m)}",
@@ -171,7 +170,7 @@ def _quantizers(device: str) -> list[str]:
         )
         for m in timed
     ]
-    return ["", *_pivot("quantize: time, share of the floor", columns, cells)]
+    return ["", *_pivot("quantize: time, share of the floor", sorted({column for _, column, _ in cells}), cells)]
 
 
 def _time_and_share(m: Measurement) -> str:
