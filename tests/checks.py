@@ -13,6 +13,8 @@ from nibblas.tensor import ScaledTensor
 # Scale bytes drawn unless a test asks for others. e4m3: all that are finite and not negative. e8m0: those with which
 # a product of two FP4 tensors stays within fp16; (0, 240) is every scale whose product with x near 1 stays within fp32.
 SCALE_BYTES = {"e4m3": (0, E4M3.largest), "e8m0": (107, 129)}
+# Of moderate size, by format: for products whose operands both have some.
+NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 # Within a row, scales lie this many codes apart at most (two octaves of e4m3, four of e8m0): of two blocks in a sum
 # neither vanishes in the rounding of the other.
 SCALE_SPREAD = {"e4m3": 16, "e8m0": 4}

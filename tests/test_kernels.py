@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from checks import assert_close, poisoned_empty, random_codes, random_dense
+from checks import NARROW, assert_close, poisoned_empty, random_codes, random_dense
 
 from nibblas import operators, reference
 from nibblas.formats import FORMATS, as_format
@@ -73,10 +73,6 @@ def activations(case: Case, format: str, generator: torch.Generator, device: str
         return random_dense(shape, DTYPES[case.a], generator, device)
     wide = random_dense((*shape[:-1], case.K + 9), DTYPES[case.a], generator, device)
     return wide[..., 3 : 3 + case.K]
-
-
-# Scales of moderate size for products whose operands both have some.
-NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 
 
 @pytest.mark.parametrize("device", DEVICES)

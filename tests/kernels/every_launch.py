@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for checks
 
-from checks import random_codes, random_dense
+from checks import NARROW, random_codes, random_dense
 
 from nibblas import operators, ops
 from nibblas.formats import FORMATS
@@ -26,7 +26,6 @@ from nibblas.kernels import kernels
 from nibblas.problem import DTYPES, Problem, arch_of
 
 CUDA = torch.device("cuda", 0)
-NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 generator = torch.Generator().manual_seed(0)
 
 

@@ -2,15 +2,13 @@
 
 import ctypes
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
+from hopper import WHERE, library_for_cpu
 
 from nibblas import reference
 from nibblas.formats import NVFP4
@@ -20,12 +18,6 @@ from nibblas.kernels.cuda_linear_fp4_sm90 import Config
 from nibblas.problem import Problem
 from nibblas.tensor import ScaledTensor
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-COMPILER = shutil.which("c++")
-WHERE = [
-    pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
-    pytest.param("cuda", marks=pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")),
-]
 RUN = """
 extern "C" void run(const Arguments* arguments, int blocks_x, int blocks_y, int threads) {
     run_blocks([arguments] { nibblas_linear_fp4(*arguments); }, blocks_x, blocks_y, threads);
@@ -44,13 +36,7 @@ def on_cpu(tmp_path_factory):
 
     @cache
     def compiled(options: tuple[str, ...]) -> ctypes.CDLL:
-        name = "".join(options)
-        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        header = Path(__file__).with_name("cuda_on_cpu.h")
-        source.write_text(f'#include "{header}"\n{cuda_module.source_of(kernel.SOURCE)}{RUN}')
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-DNIBBLAS_ON_CPU", *options]
-        subprocess.run([COMPILER, *flags, "-o", library, source], check=True)
-        return ctypes.CDLL(str(library))
+        return library_for_cpu(folder, kernel.SOURCE, ("-O1", *options), RUN)
 
     class Launch:
         def __init__(self, M, N, K, L, device, config):

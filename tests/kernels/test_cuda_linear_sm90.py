@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
+from hopper import on_hopper
 
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -20,9 +21,6 @@ from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure, configu
 from nibblas.layouts import LINEAR
 from nibblas.nn import FP4Linear
 from nibblas.tensor import ScaledTensor
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
 
 
 def generator(seed: int) -> torch.Generator:

@@ -2,15 +2,14 @@
 
 import ctypes
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from checks import random_dense
+from hopper import COMPILER, WHERE, library_for_cpu, on_hopper
 
 from nibblas.formats import FORMATS, MXFP4, NVFP4, Format
 from nibblas.index.machine_code import disassembler
@@ -19,13 +18,6 @@ from nibblas.kernels import cuda_quantize_sm90 as kernel
 from nibblas.problem import DTYPES, Problem
 from nibblas.quantize import SMALLEST_GLOBAL_SCALE, quantize
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-COMPILER = shutil.which("c++")
-on_hopper = pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")
-WHERE = [
-    pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
-    pytest.param("cuda", marks=on_hopper),
-]
 RULES = [(format, rule) for format in FORMATS.values() for rule in format.scale_rules if rule in kernel.RULES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 every_rule = pytest.mark.parametrize(("format", "rule"), RULES, ids=str)
@@ -132,17 +124,10 @@ def compiled(tmp_path_factory):
 
     @cache
     def library(dtype: torch.dtype, block: int, threads: int, chunks: int) -> ctypes.CDLL:
-        type = cuda_module.TYPES[dtype]
-        name = f"{type}_{block}_{threads}_{chunks}"
-        header = Path(__file__).with_name("cuda_on_cpu.h")
-        source = folder / f"{name}.cpp"
-        source.write_text(f'#include "{header}"\n{IN_CPLUSPLUS}{cuda_module.source_of(kernel.SOURCE)}{RUN}')
-        values = {"TYPE": type, "BLOCK": block, "THREADS": threads, "CHUNKS": chunks}
+        values = {"TYPE": cuda_module.TYPES[dtype], "BLOCK": block, "THREADS": threads, "CHUNKS": chunks}
         values |= {"PARTIALS": kernel.PARTIALS, "AMAX_THREADS": kernel.AMAX_THREADS}
-        flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w", "-DNIBBLAS_ON_CPU"]
-        flags += [f"-D{name}={value}" for name, value in values.items()]
-        subprocess.run([COMPILER, *flags, "-o", folder / f"{name}.so", source], check=True)
-        return ctypes.CDLL(str(folder / f"{name}.so"))
+        options = ("-O2", "-ffp-contract=off", *(f"-D{name}={value}" for name, value in values.items()))
+        return library_for_cpu(folder, kernel.SOURCE, options, RUN, before=IN_CPLUSPLUS)
 
     return library
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from checks import assert_product, poisoned_empty, random_codes, random_dense
+from checks import NARROW, assert_product, poisoned_empty, random_codes, random_dense
+from hopper import on_hopper
 
 from nibblas.formats import FORMATS, NVFP4, Format
 from nibblas.kernel import PLAIN, Kernel
@@ -16,10 +17,7 @@ from nibblas.layouts import Layout
 from nibblas.problem import DTYPE_NAMES, DTYPES, Problem
 
 SEEDS, SHAPES = 20, 50
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no GPU of compute capability 9.0",
-)
+pytestmark = on_hopper
 KERNELS = [kernel for kernel in kernels() if kernel.op == "linear" and kernel.name.startswith("cuda_")]
 
 
@@ -81,7 +79,7 @@ def test_random_products(seed):
     for _ in range(SHAPES):
         shape = drawn(draw)
         L = () if shape.L == 1 else (shape.L,)
-        scales = {"scale_bytes": {"nvfp4": (32, 96), "mxfp4": (117, 129)}[shape.format.name], "device": "cuda"}
+        scales = {"scale_bytes": NARROW[shape.format.name], "device": "cuda"}
         b = random_codes((*L, shape.N, shape.K), shape.format, generator, **scales)
         if shape.a == "fp4":
             a = random_codes((*L, shape.M, shape.K), shape.format, generator, **scales)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from checks import assert_close, assert_product, poisoned_empty, random_codes, random_dense
+from checks import NARROW, assert_close, assert_product, poisoned_empty, random_codes, random_dense
+from hopper import on_hopper
 
 from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -20,7 +21,7 @@ from nibblas.kernels import (
 from nibblas.kernels.torch_linear import decode
 from nibblas.kernels.triton_launch import also, target_of
 from nibblas.kernels.triton_linear import Config
-from nibblas.problem import Problem, arch_of
+from nibblas.problem import Problem
 from nibblas.quantize import dequantize, quantize
 
 pytestmark = [
@@ -29,7 +30,6 @@ pytestmark = [
         also(Problem("linear", 1, 32, 32)) is not None, reason=also(Problem("linear", 1, 32, 32)) or "triton is there"
     ),
 ]
-NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 
 
 def generator(seed: int) -> torch.Generator:
@@ -245,9 +245,6 @@ def test_streams_and_graph():
     assert torch.equal(q.data, triton_quantize.launch(xs[1], NVFP4, "absmax", None).data)
 
 
-on_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or arch_of(torch.device("cuda", 0)) != "sm_90", reason="no GPU of sm_90"
-)
 FRAGMENTS = {kernel.operands[0][1]: kernel.b_layouts[0] for kernel in triton_linear_decoded_sm90.KERNELS}
 
 

@@ -15,7 +15,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
-from checks import assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
+from checks import NARROW, assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
 
 from nibblas.formats import FORMATS, NVFP4, Format  # noqa: E402
 from nibblas.kernels import triton_linear_decoded_sm90 as decoded  # noqa: E402
@@ -25,7 +25,6 @@ from nibblas.tensor import ScaledTensor  # noqa: E402
 torch.set_num_threads(1)
 LAYOUTS = {kernel.operands[0][1]: kernel.b_layouts[0] for kernel in decoded.KERNELS}
 UNIT = {"nvfp4": 2.0**7, "mxfp4": 2.0**2}
-NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 EVERY_SCALE = {"nvfp4": (0, 126), "mxfp4": (0, 254)}
 
 

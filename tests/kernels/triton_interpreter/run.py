@@ -15,7 +15,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch  # noqa: E402
-from checks import assert_close, assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
+from checks import NARROW, assert_close, assert_product, poisoned_empty, random_codes, random_dense  # noqa: E402
 
 from nibblas import reference  # noqa: E402
 from nibblas.formats import FORMATS, MXFP4, NVFP4  # noqa: E402
@@ -27,7 +27,6 @@ from nibblas.quantize import dequantize, quantize  # noqa: E402
 
 torch.set_num_threads(1)
 TARGET = target_of(torch.device("cpu"))
-NARROW = {"nvfp4": (32, 96), "mxfp4": (117, 129)}
 
 
 def generator(*facts) -> torch.Generator:
