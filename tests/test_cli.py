@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import nibblas
 from nibblas import cli, dispatch, evidence, roofline, storage
-from nibblas.bench import doctor, probe, sweep
+from nibblas.bench import doctor, operands, probe, sweep
 from nibblas.kernels import kernels
 from nibblas.problem import OPS
 
@@ -467,6 +467,18 @@ def test_bench_prints_and_keeps_its_evidence(run, quick):
     assert run("explain", "linear", "1x64x128", "--threads", "1")[1].count("measured 20") >= 1
 
 
+def test_bench_of_a_mixture_of_experts(run, quick):
+    status, text, err = run(*BENCH, "--op", "grouped_linear", "--G", "3")
+    assert (status, err) == (0, "")
+    assert "grouped_linear: nvfp4 weights, N = 64, K = 128, G = 3" in text
+    assert "composite_grouped_linear" in text
+    store = evidence.Store(Path("absent"), nibblas.paths.cache_dir() / "evidence")
+    assert {(m.problem.op, m.problem.G) for m in store.all()} == {("grouped_linear", 3)}
+    status, _, err = run(*BENCH, "--op", "gated_linear", "--peers", "humming")
+    assert status == 1
+    assert "humming can be timed beside linear with L = 1 only" in err
+
+
 def test_a_cache_that_cannot_be_written_is_a_warning(run, quick, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "file"))
@@ -501,7 +513,7 @@ def test_bench_writes_elsewhere_and_json(run, quick, tmp_path):
 
 
 def test_bench_fails_on_a_wrong_kernel(run, quick, monkeypatch):
-    monkeypatch.setattr(sweep, "compare", lambda *_: (1.0, "all elements are wrong"))
+    monkeypatch.setattr(operands, "compare", lambda *_: (1.0, "all elements are wrong"))
     status, text, _ = run(*BENCH)
     assert status == 1
     assert "not timed at M = 1: torch_linear: all elements are wrong" in text.replace("\n", " ")

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from nibblas import dispatch, evidence, reference, roofline
-from nibblas.bench import probe, sweep
+from nibblas.bench import operands, probe, sweep
 from nibblas.bench.sweep_quantize import sweep_quantize
 from nibblas.bench.timing import (
     AT_LEAST,
@@ -23,7 +23,7 @@ from nibblas.bench.timing import (
     torch_threads,
 )
 from nibblas.formats import FORMATS, MXFP4, NVFP4
-from nibblas.kernels import torch_linear, torch_quantize
+from nibblas.kernels import composite, torch_linear, torch_quantize
 from nibblas.memory import cold_bytes, last_level_cache
 from nibblas.problem import Problem
 from nibblas.statistics import Ratio, paired_ratio, quartiles
@@ -126,7 +126,7 @@ def test_copies_of_views_hold_their_elements():
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 def test_copies_of_scaled_tensors(format):
-    w = sweep.draw(48, 64, format, (100, 120), torch.Generator().manual_seed(0))
+    w = operands.draw(48, 64, format, (100, 120), torch.Generator().manual_seed(0))
     w = w.with_layout("ROWS_16x1", "ROWS_16x4")
     rotation = Rotation(w, beyond=3 * w.nbytes)
     assert len(rotation.copies) == 3
@@ -197,24 +197,24 @@ def test_paired_ratio_refuses(a, b):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 def test_drawn_operands_cover_codes_and_scales(format):
-    low, high = sweep.legal_scales(format, "bf16")
-    w = sweep.draw(512, 1024, format, (low, high), torch.Generator().manual_seed(1))
+    low, high = operands.legal_scales("linear", format, "bf16")
+    w = operands.draw(512, 1024, format, (low, high), torch.Generator().manual_seed(1))
     assert len(w.data.unique()) == 256
     assert w.scale.unique().tolist() == list(range(low, high + 1))
     assert not format.scale_code.is_nan(w.scale).any()
     spread = w.scale.amax(1).int() - w.scale.amin(1).int()
-    assert spread.max() < sweep.SPREAD[format.name]
+    assert spread.max() < operands.SPREAD[format.name]
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compare_takes_a_rounded_answer_and_refuses_a_wrong_element(format, dtype):
     generator = torch.Generator().manual_seed(2)
-    w = sweep.draw(256, 128, format, {"nvfp4": (0, 126), "mxfp4": (107, 129)}[format.name], generator)
+    w = operands.draw(256, 128, format, {"nvfp4": (0, 126), "mxfp4": (107, 129)}[format.name], generator)
     x = torch.randn(4, 128, generator=generator)
     exact, size = reference.matmul(x, w), reference.magnitude(x, w)
     good = exact.to(dtype)
-    error, fault = sweep.compare(good, exact, size, 128)
+    error, fault = operands.compare(good, exact, size, 128)
     assert fault is None
     assert error <= torch.finfo(dtype).eps
     smallest = tuple(i.item() for i in torch.unravel_index(size.argmin(), size.shape))
@@ -222,7 +222,7 @@ def test_compare_takes_a_rounded_answer_and_refuses_a_wrong_element(format, dtyp
         bad = good.clone()
         bad[smallest] += change
         if bad[smallest] != good[smallest]:
-            _, fault = sweep.compare(bad, exact, size, 128)
+            _, fault = operands.compare(bad, exact, size, 128)
             assert fault is not None
             assert fault.startswith("1 of 1024 elements")
 
@@ -290,6 +290,55 @@ def test_sweep(bench, activations):
     assert "> slow" in text
     assert "not timed" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("op", ["linear", "grouped_linear", "gated_linear"])
+@pytest.mark.parametrize("activations", ["bf16", "fp16", "fp4"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_sweep_of_other_products(op, activations, format, monkeypatch, bench):
+    """Right kernels pass, with inputs of all scales; one that takes another matrix of the batch does not."""
+    right = {
+        "linear": torch_linear.KERNELS[0],
+        "grouped_linear": composite.KERNELS[0],
+        "gated_linear": composite.KERNELS[1],
+    }[op]
+
+    def others_weights(x, w, *rest, **options):
+        if op == "gated_linear":
+            right.launch(x, rest[0], w, *rest[1:], **options)
+        else:
+            right.launch(x, replace(w, data=w.data.roll(1, 0)), *rest, **options)
+
+    found = (
+        *torch_linear.KERNELS,
+        replace(right, name="right"),
+        replace(right, name="wrong", launch=others_weights, cost=lambda problem, line: 1e9),
+    )
+    monkeypatch.setattr(sweep, "all_kernels", lambda: found)
+    monkeypatch.setattr(dispatch, "kernels", lambda: found)
+    results = sweep.sweep([(48, 64)], [1, 9], [format], activations, op=op, L=2, G=3, rounds=5)
+    for result, M in zip(results, (1, 9), strict=True):
+        p = result.problem
+        assert (p.op, p.M, p.L, p.G) == (op, M, 2 if op == "linear" else 1, 3 if op == "grouped_linear" else 1)
+        assert "elements are wrong" in result.wrong["wrong"]
+        assert {"right", *sweep.TORCH} <= {t.name for t in result.timed}
+        measured = next(m for m in result.measurements if m.kernel == "right")
+        assert evidence.Measurement.from_json(measured.to_json()) == measured
+        size = {
+            "linear": "--L 2 ",
+            "grouped_linear": "--op grouped_linear --G 3 ",
+            "gated_linear": "--op gated_linear ",
+        }
+        assert f"bench {size[op]}--shapes 48x64 --M {M} " in measured.command
+
+
+def test_rows_are_dealt_to_groups():
+    drawn = operands.drawn("grouped_linear", [4, 64], 16, 32, NVFP4, "bf16", (80, 126), 1 << 16, CPU, G=16)
+    offsets = drawn.offsets(64)
+    assert offsets.tolist() == sorted(offsets.tolist())
+    assert (offsets[0], offsets[-1]) == (0, 64)
+    assert drawn.share(64) > drawn.share(4) > 0
+    assert drawn.beyond == math.ceil((1 << 16) / drawn.share(4)), "what has no rows is not read, and makes nothing cold"
 
 
 def test_peers_are_checked_before_they_are_timed(bench, monkeypatch):
@@ -417,7 +466,7 @@ def test_sweep_quantize_refuses(bench, arguments, message):
     ],
 )
 def test_times_in_words(seconds, text):
-    assert sweep.in_words(seconds) == text
+    assert dispatch.in_words(seconds) == text
 
 
 # --- the probe -----------------------------------------------------------------------------------------------------

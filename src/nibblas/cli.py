@@ -407,11 +407,17 @@ def explain(
 
 @app.command()
 def bench(
-    op: Annotated[Literal["linear", "quantize"], typer.Option(help="What to time.")] = "linear",
+    op: Annotated[
+        Literal["linear", "grouped_linear", "gated_linear", "quantize"], typer.Option(help="What to time.")
+    ] = "linear",
     shapes: Annotated[str, typer.Option(help="N x K of the weights, such as 4096x4096,1024x4096.")] = (
         "1024x1024,4096x4096"
     ),
     M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
+    L: Annotated[int, typer.Option("--L", min=1, help="Matrices in a batch, of linear.")] = 1,
+    G: Annotated[
+        int, typer.Option("--G", min=1, help="Groups, of grouped_linear: rows are dealt to them at random.")
+    ] = 8,
     formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
     activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
     kernels: Annotated[str, typer.Option(help="Kernels to time, by name; all by default.")] = "",
@@ -467,12 +473,10 @@ def bench(
         }
         if op == "quantize":
             results = sweep_quantize(matrices, wanted, activations, **options)
-        elif random:
-            results = []
-            for N, K, few in random_problems(random):
-                results += sweep([(N, K)], [few], wanted, activations, peers=_split(peers), **options)
         else:
-            results = sweep(matrices, rows, wanted, activations, peers=_split(peers), **options)
+            options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
+            problems = [([(N, K)], [few]) for N, K, few in random_problems(random)] or [(matrices, rows)]
+            results = [r for some, few in problems for r in sweep(some, few, wanted, activations, **options)]
     measurements = [m for result in results for m in result.measurements]
     if output:
         evidence.append(output, measurements)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nibblas.dispatch import choose
 from nibblas.formats import Format, as_format
+from nibblas.kernel import Kernel
 from nibblas.layouts import Layout, as_layout
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_layouts, operand_name
 from nibblas.quantize import dequantize
@@ -120,11 +121,16 @@ def launch_linear(
         return
     kernel = choose(linear_problem(a, b, bias, out.dtype, batch_invariant), b.device, name)
     with on_device(b.device):
-        if b.ndim == 2 or kernel.batched:
-            kernel.launch(a, b, bias, out)
-        else:
-            for l in range(b.shape[0]):
-                kernel.launch(a[l], b[l], bias, out[l])
+        launch_each(kernel, a, b, bias, out)
+
+
+def launch_each(kernel: Kernel, a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    """The launch of a linear kernel, or one for each of a batch that it doesn't take."""
+    if b.ndim == 2 or kernel.batched:
+        kernel.launch(a, b, bias, out)
+    else:
+        for l in range(b.shape[0]):
+            kernel.launch(a[l], b[l], bias, out[l])
 
 
 def bind_linear(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor, Tensor], None]:
@@ -157,7 +163,8 @@ def bind_linear(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) ->
     return run
 
 
-def _best_linear(a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+def best_linear(a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
+    """What kernels that are made of products make them with."""
     launch_linear(a, b, bias, out, None, False)
 
 
@@ -175,7 +182,7 @@ def launch_grouped(
         return
     problem = _product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
     with on_device(w.device):
-        choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=_best_linear)
+        choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=best_linear)
 
 
 def launch_gated(
@@ -193,7 +200,7 @@ def launch_gated(
     problem = _product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
     with on_device(w_up.device):
         kernel = choose(problem, w_up.device, name)
-        kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=_best_linear)
+        kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=best_linear)
 
 
 _LIBRARY = torch.library.Library("nibblas", "DEF")

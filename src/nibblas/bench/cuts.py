@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nibblas import reference
-from nibblas.bench.sweep import USUAL_SCALES, compare, draw, rotation_of
+from nibblas.bench.operands import USUAL_SCALES, compare, draw, rotation_of
 from nibblas.bench.timing import interleaved
 from nibblas.formats import NVFP4
 from nibblas.kernels import cuda_linear_fp4_sm90, cuda_linear_sm90, cuda_module

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import nibblas
 from nibblas.bench import probe
-from nibblas.bench.sweep import GRAPH, in_words
+from nibblas.bench.operands import GRAPH
 from nibblas.bench.timing import MAX_COPIES, Rotation, interleaved, torch_threads
-from nibblas.dispatch import Explanation, explain_problem
+from nibblas.dispatch import Explanation, explain_problem, in_words
 from nibblas.formats import FORMATS, Format
 from nibblas.memory import cold_bytes
 from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert

@@ -1,8 +1,7 @@
 """`nibblas bench`: every kernel that can run, against torch, over a grid of problems; right ones only.
 
-Operands are drawn as codes and scale bytes, so that no quantizer stands between a kernel and its test. Each output is
-compared with the float64 oracle before anything is timed, and a wrong kernel is not timed. All kernels of a problem and
-torch's bf16 and fp32 F.linear run interleaved, on weights that are out of the caches.
+Each output is compared with the float64 oracle before anything is timed, and a wrong kernel is not timed. All kernels
+of a problem and torch's bf16 and fp32 products run interleaved, on weights that are out of the caches.
 """
 
 import math
@@ -22,10 +21,11 @@ from rich.table import Table
 from torch import Tensor
 
 import nibblas
-from nibblas import dispatch, reference
+from nibblas import dispatch
 from nibblas.bench import probe
+from nibblas.bench.operands import GRAPH, PRODUCTS, USUAL_SCALES, Operands, drawn, legal_scales, rotation_of
 from nibblas.bench.peers import ALWAYS_TIMED, PEERS, Product, check
-from nibblas.bench.timing import CPU, MAX_COPIES, Rotation, interleaved
+from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
@@ -35,18 +35,12 @@ from nibblas.kernels import cuda_module
 from nibblas.kernels import kernels as all_kernels
 from nibblas.layouts import LINEAR
 from nibblas.memory import cold_bytes
-from nibblas.problem import DTYPE_NAMES, DTYPES, Problem, arch_of, operand_name
+from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
 from nibblas.statistics import Ratio, paired_ratio, quartiles
-from nibblas.tensor import ScaledTensor
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
 BASELINE = "torch bf16"
-# Scale bytes as quantized weights have them, for what is timed: a kernel may have a slow path for extremes.
-USUAL_SCALES = {"nvfp4": (80, 0x7E), "mxfp4": (115, 123)}
-# Scales of one row lie this close, or its larger blocks would hide an error in the smaller ones.
-SPREAD = {"nvfp4": 16, "mxfp4": 4}
-GRAPH = 512  # launches in a CUDA graph, at most
 
 
 @dataclass(frozen=True)
@@ -122,6 +116,9 @@ def sweep(
     formats: Sequence[Format | str],
     activations: str = "bf16",
     *,
+    op: str = "linear",
+    L: int = 1,
+    G: int = 8,
     device: torch.device = CPU,
     threads: int | None = None,
     names: Sequence[str] | None = None,
@@ -130,23 +127,29 @@ def sweep(
     seconds: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Result]:
-    """Time linear on every combination of weights (N, K), rows M and format.
+    """Time an op on every combination of weights (N, K), rows M and format.
 
+    op : linear, grouped_linear or gated_linear.
+    L : matrices of a linear. G : groups of a grouped_linear, to which the M rows are dealt at random.
     activations : "fp4" (of the weights' format) or a dtype name; the result is bf16 for fp4, else of that dtype.
     threads : of the CPU, torch's own number by default.
     names : kernels to time, all that are made for the device by default.
-    peers : other libraries to time beside them, by name (bench/peers.py).
+    peers : other libraries to time beside a plain linear, by name (bench/peers.py).
     rounds, seconds : samples of each function of a problem, and when to stop taking more.
     progress : called with problems done, all problems, and the one to come.
 
     Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
     """
     wanted = [as_format(format) for format in formats]
-    chosen = named_kernels("linear", names, arch_of(device))
+    if op not in PRODUCTS:
+        raise ValueError(f"bench: op {op!r} is no product; there are {', '.join(PRODUCTS)}")
+    chosen = named_kernels(op, names, arch_of(device))
     peers = [name for name in peers if name not in ALWAYS_TIMED]
     if unknown := set(peers) - set(PEERS):
         names_known = ", ".join((*PEERS, *ALWAYS_TIMED))
         raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {names_known}")
+    if peers and (op != "linear" or L > 1):
+        raise ValueError(f"bench: {', '.join(peers)} can be timed beside linear with L = 1 only")
     if activations not in (*DTYPES, "fp4"):
         raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
     for format in wanted:
@@ -157,19 +160,21 @@ def sweep(
     results: list[Result] = []
     cold = cold_bytes(device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    draw = partial(drawn, op, Ms, device=device, L=L, G=G)
     with on_device, with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
-            dense = {
-                dtype: rotation_of(torch.randn(N, K, dtype=dtype, device=device), cold) for dtype in TORCH.values()
-            }
+            dense: dict[torch.dtype, Rotation[Tensor]] = {}
             for format in wanted:
-                legal = legal_scales(format, activations)
-                hard = _Operands.drawn(max(Ms), N, K, format, activations, legal, 0, device)
-                usual = _Operands.drawn(max(Ms), N, K, format, activations, USUAL_SCALES[format.name], cold, device)
+                legal = legal_scales(op, format, activations)
+                hard = draw(N, K, format, activations, legal, 0)
+                usual = draw(N, K, format, activations, USUAL_SCALES[format.name], cold)
+                for dtype in () if dense else TORCH.values():
+                    values = torch.randn(*usual.b.shape, dtype=dtype, device=device)
+                    dense[dtype] = rotation_of(values, usual.beyond)
                 others = _peers(peers, usual, cold)
                 for M in Ms:
                     if progress:
-                        progress(len(results), total, f"{format} {M} x {N} x {K}")
+                        progress(len(results), total, f"{op} {format} {M} x {N} x {K}")
                     run = _Run(usual, hard, hard.covers(legal), M, dense, others, line, device)
                     results.append(run.result(chosen, rounds, seconds))
     dispatch.forget()
@@ -203,136 +208,18 @@ def named_kernels(op: str, names: Sequence[str] | None, arch: str) -> list[Kerne
     return [kernel for kernel in known if kernel.name in names]
 
 
-def _peers(names: Sequence[str], operands: "_Operands", beyond: int) -> dict[str, Product | str]:
+def _peers(names: Sequence[str], operands: Operands, beyond: int) -> dict[str, Product | str]:
     """The peers' products of these weights by name, or why one has none."""
     copies = max(1, -(-beyond // operands.b.nbytes))
     found: dict[str, Product | str] = {}
     for name in names:
         try:
             product = PEERS[name](operands.b, operands.out, min(copies, GRAPH))
-            rows = operands.exact.shape[0]
-            check(product, operands.rows(rows), operands.exact)
+            check(product, operands.a, operands.answer(operands.a.shape[-2])[0])
             found[name] = product
         except Exception as error:  # whatever another library raises is its reason
             found[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
     return found
-
-
-def rotation_of(operand, beyond: int):
-    """Copies of an operand, as many as the device's calls take turns on."""
-    return Rotation(operand, beyond, GRAPH if operand.device.type == "cuda" else MAX_COPIES)
-
-
-# --- operands ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Operands:
-    """a (max M, K), b (N, K) with its copies in each layout, and the oracle's answer."""
-
-    a: Tensor | ScaledTensor
-    b: ScaledTensor
-    out: torch.dtype
-    exact: Tensor  # (max M, N) float64
-    size: Tensor  # (max M, N) float64: what errors are compared with
-    beyond: int  # bytes that the copies span
-    rotations: dict[tuple[str, str], Rotation[ScaledTensor]]
-
-    @classmethod
-    def drawn(
-        cls,
-        M: int,
-        N: int,
-        K: int,
-        format: Format,
-        activations: str,
-        scales: tuple[int, int],
-        beyond: int,
-        device: torch.device,
-    ) -> "_Operands":
-        generator = torch.Generator().manual_seed(0)
-        out = torch.bfloat16 if activations == "fp4" else DTYPES[activations]
-        a: Tensor | ScaledTensor
-        if activations == "fp4":
-            a = draw(M, K, format, scales, generator).to(device)
-        else:
-            a = torch.randn(M, K, generator=generator).to(out).to(device)
-        b = draw(N, K, format, scales, generator).to(device)
-        return cls(a, b, out, reference.matmul(a, b), reference.magnitude(a, b), beyond, {})
-
-    def covers(self, scales: tuple[int, int]) -> bool:
-        """Whether b has all pairs of codes and all of these scale bytes."""
-        return len(self.b.data.unique()) == 256 and len(self.b.scale.unique()) == scales[1] - scales[0] + 1
-
-    def problem(self, M: int) -> Problem:
-        """The question, for weights in LINEAR layouts."""
-        N, K = self.b.shape
-        a, out = operand_name(self.a, "bench"), DTYPE_NAMES[self.out]
-        return Problem("linear", M, N, K, a=a, b=self.b.format.name, out=out, arch=arch_of(self.b.device))
-
-    def rows(self, M: int) -> Tensor | ScaledTensor:
-        return self.a[:M] if isinstance(self.a, Tensor) else self.a.slice(-2, 0, M)
-
-    def weights(self, layouts: tuple[str, str]) -> Rotation[ScaledTensor]:
-        if layouts not in self.rotations:
-            self.rotations[layouts] = rotation_of(self.b.with_layout(*layouts), self.beyond)
-        return self.rotations[layouts]
-
-    def check(self, kernel: Kernel, problem: Problem) -> tuple[float, str | None]:
-        """`compare` for what the kernel makes of these operands."""
-        M = problem.M
-        out = torch.full((M, problem.N), torch.nan, dtype=self.out, device=self.b.device)
-        kernel.launch(self.rows(M), self.weights(problem.b_layouts)(), None, out)
-        return compare(out, self.exact[:M], self.size[:M], problem.K)
-
-
-def legal_scales(format: Format, activations: str) -> tuple[int, int]:
-    """Lowest and highest scale byte that a kernel must get right: those with which the result stays finite.
-
-    Every e4m3 that is not negative; e8m0 up to 240 with activations near 1 (129 where the result is fp16), and a range
-    in the middle where both operands have scales.
-    """
-    if format.has_global_scale:
-        return 0, format.scale_code.largest
-    return {"fp4": (64, 183), "fp16": (0, 129)}.get(activations, (0, 240))
-
-
-def draw(rows: int, K: int, format: Format, scale_bytes: tuple[int, int], generator: torch.Generator) -> ScaledTensor:
-    """(rows, K) of all 16 codes alike, and scale bytes from lowest to highest: each row its own short range of them."""
-    (low, high), spread = scale_bytes, SPREAD[format.name]
-    data = torch.randint(256, (rows, K // 2), dtype=torch.uint8, generator=generator)
-    place = torch.randperm(rows, generator=generator) / max(rows - 1, 1)
-    first = low + (place * (high - low - spread + 1)).round().int()
-    steps = torch.randint(spread, (rows, K // format.block_size), generator=generator)
-    scale = (first[:, None] + steps).to(torch.uint8)
-    global_scale = (
-        torch.rand((), dtype=torch.float32, generator=generator).add_(0.5).div_(448)
-        if format.has_global_scale
-        else None
-    )
-    return ScaledTensor(data, scale, format, global_scale)
-
-
-def compare(got: Tensor, exact: Tensor, size: Tensor, K: int) -> tuple[float, str | None]:
-    """The largest deviation from the float64 answer over the element's size, and what is wrong (None if nothing is).
-
-    The size is the larger of |exact| and `size` (reference.magnitude). An element may be off by half a unit in its last
-    place, and by the error of a sum of K terms in fp32: 1e-6, and a truncation of the running sum every 16 products.
-    """
-    deviation = (got.double() - exact).abs()
-    size = torch.maximum(size, exact.abs())
-    dtype = torch.finfo(got.dtype)
-    half_ulp = dtype.eps / 2 * (size + dtype.tiny)
-    allowed = half_ulp + (1e-6 + K * 2.0**-23 / 16) * size
-    bad = ~(deviation <= allowed)
-    error = (deviation / size).max().item()
-    if not bad.any():
-        return error, None
-    excess = (deviation / allowed).nan_to_num(math.inf).max().item()
-    return (
-        error,
-        f"{int(bad.sum())} of {bad.numel()} elements are wrong, the worst by {excess:.3g} times what is allowed",
-    )
 
 
 # --- one problem ---------------------------------------------------------------------------------------------------
@@ -351,8 +238,8 @@ class _Timeable:
 class _Run:
     """One problem: operands to time, and others, with all legal scales, to check on."""
 
-    usual: _Operands
-    hard: _Operands
+    usual: Operands
+    hard: Operands
     hardened: bool
     M: int
     dense: dict[torch.dtype, Rotation[Tensor]]
@@ -400,16 +287,13 @@ class _Run:
         return [*(self.usual.weights(t.problem.b_layouts) for t in right.values()), *self.dense.values()]
 
     def samples(self, right: dict[str, _Timeable], rounds: int, seconds: float) -> dict[str, tuple[float, ...]]:
-        a, N, K = self.usual.rows(self.M), *self.usual.b.shape
-        out = torch.empty(self.M, N, dtype=self.usual.out, device=self.device)
+        a, out = self.usual.rows(self.M), torch.empty_like(self.usual.answer(self.M)[0], dtype=self.usual.out)
         functions: dict[str, Callable[[], object]] = {
-            name: partial(_launch, t.kernel, a, self.usual.weights(t.problem.b_layouts), out)
-            for name, t in right.items()
+            name: partial(self.usual.call(t.kernel, t.problem), out) for name, t in right.items()
         }
         for name, dtype in TORCH.items():
-            functions[name] = partial(
-                _torch, torch.randn(self.M, K, dtype=dtype, device=self.device), self.dense[dtype]
-            )
+            product = self.usual.of_torch(torch.randn(*a.shape, dtype=dtype, device=self.device))
+            functions[name] = partial(_of_next, product, self.dense[dtype])
         for name, peer in self.peers.items():
             if not isinstance(peer, str):
                 functions[name] = partial(peer, a)
@@ -421,6 +305,8 @@ class _Run:
     ) -> tuple[Measurement, ...]:
         plain = self.usual.problem(self.M)
         activations = "fp4" if plain.a == plain.b else plain.a
+        op = f"--op {plain.op} " * (plain.op != "linear")
+        op += f"--L {plain.L} " * (plain.L > 1) + f"--G {plain.G} " * (plain.op == "grouped_linear")
         cold = all(rotation.is_cold for rotation in self.rotations(right))
         return measured(
             timed,
@@ -428,7 +314,7 @@ class _Run:
             self.line,
             self.device,
             floor,
-            arguments=f"--shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} --activations {activations}",
+            arguments=f"{op}--shapes {plain.N}x{plain.K} --M {self.M} --formats {plain.b} --activations {activations}",
             caches="cold weights" if cold else "weights partly in the caches",
             hardened=self.hardened,
         )
@@ -474,12 +360,8 @@ def measured(
     )
 
 
-def _launch(kernel: Kernel, a: Tensor | ScaledTensor, weights: Rotation[ScaledTensor], out: Tensor) -> None:
-    kernel.launch(a, weights(), None, out)
-
-
-def _torch(x: Tensor, weights: Rotation[Tensor]) -> Tensor:
-    return torch.nn.functional.linear(x, weights())
+def _of_next(product: Callable[[Tensor], Tensor], weights: Rotation[Tensor]) -> Tensor:
+    return product(weights())
 
 
 def _versions() -> dict[str, str]:
@@ -497,7 +379,9 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         if p.op == "quantize":
             title = f"{p.a} quantized to [bold]{p.b}[/], K = {p.K}"
         else:
-            title = f"[bold]{p.b}[/] weights, N = {p.N}, K = {p.K}; {p.a} activations"
+            op = "" if p.op == "linear" else f"{p.op}: "
+            batch = f", L = {p.L}" * (p.L > 1) + f", G = {p.G}" * (p.op == "grouped_linear")
+            title = f"{op}[bold]{p.b}[/] weights, N = {p.N}, K = {p.K}{batch}; {p.a} activations"
         groups.setdefault(title, []).append(result)
     for title, members in groups.items():
         console.print(title, highlight=False)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nibblas import dispatch
 from nibblas.bench import probe
-from nibblas.bench.sweep import Result, Timed, measured, named_kernels, rotation_of
+from nibblas.bench.operands import rotation_of
+from nibblas.bench.sweep import Result, Timed, measured, named_kernels
 from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.formats import Format, as_format

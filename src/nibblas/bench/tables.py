@@ -14,6 +14,7 @@ from nibblas.formats import FORMATS
 from nibblas.generated import Part
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
+from nibblas.problem import Problem
 
 # The architectures we speak of, as Problem.arch names them.
 DEVICES = {
@@ -79,12 +80,17 @@ def products(activations: str = "bf16", dependent: bool = False) -> list[Measure
     return _fastest(wanted)
 
 
+def of_op(op: str) -> list[Measurement]:
+    """Of the shipped evidence, the fastest kernel of each problem of another op, bf16 in and out."""
+    return _fastest(lambda m: (m.problem.op, m.problem.a, m.problem.out) == (op, "bf16", "bf16"))
+
+
 def _fastest(wanted: Callable[[Measurement], bool]) -> list[Measurement]:
     """Of the shipped evidence that is wanted, the fastest kernel of each device, number of threads and problem."""
     best: dict[tuple, Measurement] = {}
     for m in evidence.store().shipped_only():
         p = m.problem
-        key = (m.device, m.threads, p.b, p.N, p.K, p.M, p.rule)
+        key = (m.device, m.threads, p.b, p.N, p.K, p.G, p.M, p.rule)
         if m.samples and wanted(m) and (key not in best or m.median < best[key].median):
             best[key] = m
     return [m for _, m in sorted(best.items())]
@@ -98,15 +104,16 @@ def ratios(m: Measurement) -> dict[str, float]:
 
 
 def _by_rows(title: str, found: Iterable[Measurement], cell: Callable[[Measurement], str]) -> list[str]:
-    """A table with a line for each format, shape and number of threads, and a column for each M."""
+    """A table with a line for each format, shape, groups and number of threads, and a column for each M."""
     by_M = sorted(found, key=lambda m: m.problem.M)
     columns = list(dict.fromkeys(f"M = {m.problem.M}" for m in by_M))
-    ordered = sorted(by_M, key=lambda m: (m.threads, m.problem.b, m.problem.N, m.problem.K))
-    cells = [
-        (f"{m.problem.b.upper()} {m.problem.N}x{m.problem.K}{_threads(m)}", f"M = {m.problem.M}", cell(m))
-        for m in ordered
-    ]
-    return _pivot(title, columns, cells)
+    ordered = sorted(by_M, key=lambda m: (m.threads, m.problem.b, m.problem.N, m.problem.K, m.problem.G))
+    return _pivot(title, columns, ((_shape(m.problem) + _threads(m), f"M = {m.problem.M}", cell(m)) for m in ordered))
+
+
+def _shape(p: Problem) -> str:
+    groups = f"{p.G} of " if p.op == "grouped_linear" else ""
+    return f"{groups}{p.b.upper()} {p.N}x{p.K}"
 
 
 def _threads(m: Measurement) -> str:
@@ -153,6 +160,11 @@ def figures_table() -> str:
             timed = [m for m in others if m.device == device]
             if timed:
                 lines += ["", *_by_rows(f"{title}: time, share of the floor", timed, _time_and_share)]
+        for op, title in (("grouped_linear", "grouped"), ("gated_linear", "gated")):
+            timed = [m for m in of_op(op) if m.device == device]
+            if timed:
+                lines += ["", *_by_rows(f"{title}: time, share of the floor", timed, _time_and_share)]
+                lines += ["", *_by_rows(f"{title}: over torch bf16", timed, partial(_times, peer="torch bf16"))]
         lines += _quantizers(device)
     return "\n".join(lines[1:])
 

@@ -7,8 +7,9 @@ import torch
 from rich.console import Console
 
 from nibblas import dispatch, evidence
-from nibblas.bench.sweep import Result, in_words, sweep
+from nibblas.bench.sweep import Result, sweep
 from nibblas.bench.timing import CPU, torch_threads
+from nibblas.dispatch import in_words
 from nibblas.formats import Format
 from nibblas.problem import Problem
 

@@ -3,6 +3,7 @@
 from nibblas.kernel import Kernel
 from nibblas.kernels import (
     composite,
+    cpu_grouped_linear,
     cpu_linear,
     cpu_quantize,
     cuda_linear_fp4_sm90,
@@ -19,6 +20,7 @@ from nibblas.kernels import (
 
 MODULES = (
     cpu_linear,
+    cpu_grouped_linear,
     cpu_quantize,
     cuda_linear_sm90,
     cuda_linear_fp4_sm90,
