@@ -240,6 +240,25 @@ def test_an_output_that_no_memory_holds_is_the_submissions_fault(arena, problem,
     assert "the output has 262144.0 GiB" in found.reason
 
 
+NO_ROOM = """
+import sys
+def new(worker, nbytes, kind):
+    raise RuntimeError("can't allocate memory: you tried to allocate 3 bytes")
+def custom_kernel(x):
+    sys.modules["__main__"].Worker._new = new
+    for _ in range(8):
+        x = x.tanh()
+    return x
+"""
+
+
+def test_data_that_finds_no_memory_is_not_the_submissions_fault(arena, problem, write):
+    found = arena(problem("smooth"), write(NO_ROOM), mode="benchmark")
+    assert found.verdict == "incompatible here", found.reason
+    assert "the data takes 0.0 GiB of memory, once or twice, of which a submission may have" in found.reason
+    assert "you tried to allocate 3 bytes" in found.reason
+
+
 @pytest.mark.parametrize(
     ("change", "finding"),
     [

@@ -335,7 +335,11 @@ class Contestant:
         )
 
     def _prepare(self, made: Made, elsewhere: bool) -> None:
-        self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
+        reply = self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
+        if "not_taken" in reply:
+            room = "" if self.memory is None else f", of which a submission may have {self.memory / 2**30:.1f} GiB here"
+            why = f"the data takes {made.nbytes / 2**30:.1f} GiB of memory, once or twice{room}"
+            raise FaultError("incompatible", f"{why}: {str(reply['not_taken'])[:KEPT_TEXT]}")
 
     def _cpu_ns(self) -> int:
         return self.sandbox.cpu_ns() if self.sandbox else 0

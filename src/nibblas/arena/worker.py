@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from mmap import mmap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,21 +73,26 @@ class Worker:
         sizes = [tensor.nbytes for tensor in self.tensors]
         self.output, self.data, self.tensors = None, None, []
         if fds:
-            memory, parcel = map_fd(fds[0]), request["parcel"]
-            wanted = [nbytes for _, nbytes, _ in parcel["storages"]]
-            if request["elsewhere"] or wanted != [storage.nbytes() for storage in self.storages]:
-                # The old ones are held until the new ones are there, or they would get the same addresses.
-                self.storages = [self._new(nbytes, kind) for _, nbytes, kind in parcel["storages"]]
-            for storage, (offset, nbytes, _) in zip(self.storages, parcel["storages"], strict=True):
-                storage_bytes(storage).copy_(bytes_at(memory, offset, nbytes))
-            self.data = unpack(memory[: parcel["skeleton"]], self.storages)
-            del memory
+            try:
+                self._take(map_fd(fds[0]), request["parcel"], request["elsewhere"])
+            except (MemoryError, OSError, RuntimeError) as error:  # of torch, where there is no memory
+                self.storages = []
+                return {"not_taken": str(error)[:MAX_TEXT]}
         for nbytes in sizes:
             # What the submission allocates next must not find an earlier answer there.
             torch.empty(nbytes, dtype=torch.uint8, device=self.device.device).fill_(0xFF)
         self.device.settle()
         self.device.synchronize()
         return {}
+
+    def _take(self, memory: mmap, parcel: dict, elsewhere: bool) -> None:
+        """Copy data from shared memory to the addresses of the last, if it fits there, or to others."""
+        if elsewhere or [nbytes for _, nbytes, _ in parcel["storages"]] != [s.nbytes() for s in self.storages]:
+            # The old ones are held until the new ones are there, or they would get the same addresses.
+            self.storages = [self._new(nbytes, kind) for _, nbytes, kind in parcel["storages"]]
+        for storage, (offset, nbytes, _) in zip(self.storages, parcel["storages"], strict=True):
+            storage_bytes(storage).copy_(bytes_at(memory, offset, nbytes))
+        self.data = unpack(memory[: parcel["skeleton"]], self.storages)
 
     def _new(self, nbytes: int, kind: str) -> torch.UntypedStorage:
         device = self.device.device if kind == self.device.device.type else torch.device(kind)
