@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nibblas as nb
-import nibblas.nn as fp4
-from nibblas import dispatch, operators, reference
+from nibblas import dispatch, operators, ops, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import kernels, torch_linear
 from nibblas.layouts import FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4, LINEAR, ROWS_16x1, ROWS_16x4
 from nibblas.nn import FP4Experts, FP4Linear, conversion_report, convert
+from nibblas.nn import linear as nn_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_COMPILER = "ignore:nibblas. no FP4 kernel"
@@ -88,7 +88,7 @@ def test_a_bound_product_is_the_operator(monkeypatch):
         run = operators.bind_linear(*operands)
         return lambda x, y: (ran.append(threading.get_ident()), run(x, y))
 
-    monkeypatch.setattr(fp4, "bind_linear", counted)
+    monkeypatch.setattr(nn_linear, "bind_linear", counted)
     layer, x = FP4Linear.from_linear(linear()), draw(2, 5, 64)
     w = layer.weight_scaled
     expected = nb.linear(x, w, layer.bias).detach()
@@ -138,9 +138,9 @@ def test_a_bound_product_is_the_operator(monkeypatch):
         dispatch.forget()
         layer(x)
         assert len(ran) == 2
-        for rows in range(1, 2 * fp4.MOST_BOUND):
+        for rows in range(1, 2 * nn_linear.MOST_BOUND):
             layer(draw(rows, 64))
-        assert len(layer._bound) <= fp4.MOST_BOUND
+        assert len(layer._bound) <= nn_linear.MOST_BOUND
     dispatch.forget()
 
 
@@ -368,7 +368,7 @@ def test_autocast_is_followed(storage, options):
 def test_one_warning_where_weights_stay_decoded(monkeypatch):
     missing = replace(TILED, archs=("cpu",), also=lambda problem: "lacks a compiler")
     monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, TORCH, missing))
-    fp4._warn_decoded.cache_clear()
+    nn_linear._warn_decoded.cache_clear()
     with pytest.warns(UserWarning, match=r"runs on cpu \(tiled_linear lacks a compiler\).*nibblas doctor"):
         FP4Linear.from_linear(linear())
     with warnings.catch_warnings():
@@ -657,7 +657,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
             raise RuntimeError("no memory")
         return quantize(*args, **options)
 
-    monkeypatch.setattr(fp4.ops, "quantize", fails_late)
+    monkeypatch.setattr(ops, "quantize", fails_late)
     before = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(RuntimeError, match="no memory"):
         convert(model)
