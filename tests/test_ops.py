@@ -15,8 +15,10 @@ import nibblas as nb
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import triton_launch
+from nibblas.layouts import LINEAR, BLOCKED_128x4, ROWS_16x1, ROWS_16x4
 from nibblas.operators import as_arguments
 from nibblas.problem import Problem
+from nibblas.quantize import dequantize as reference_dequantize
 from nibblas.quantize import quantize
 from nibblas.roofline import ASSUMED_GPU
 
@@ -389,6 +391,7 @@ def test_opcheck():
         "gated_linear_out": (*dense, *as_arguments(w), *as_arguments(w), None, None, "silu", None, torch.empty(5, 24)),
         "linear_backward": (torch.randn(5, 24, requires_grad=True), *as_arguments(w), torch.float32),
         "quantize": (x, None, "nvfp4", "absmax", None),
+        "dequantize": (*as_arguments(batch), torch.bfloat16),
     }
     for name, arguments in samples.items():
         torch.library.opcheck(getattr(torch.ops.nibblas, name).default, arguments)
@@ -406,6 +409,26 @@ def test_compile_without_a_break(format):
     for M in (1, 5, 128, 129):
         x = torch.randn(M, 64)
         torch.testing.assert_close(compiled(x), layers(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("layouts", [(LINEAR, LINEAR), (BLOCKED_128x4, LINEAR), (ROWS_16x1, ROWS_16x4)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 40, 64), (40, 64), (2, 3, 8, 32), (0, 32), (2, 0, 32)], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_dequantize_gives_the_references_values(format, shape, layouts, dtype):
+    w = random_codes(shape, format, torch.Generator().manual_seed(1), nan_scales=2).with_layout(*layouts)
+    got, need = nb.dequantize(w, dtype), reference_dequantize(w, dtype)
+    torch.testing.assert_close(got, need, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() & ~got.isnan(), need.signbit() & ~need.isnan())
+
+
+def test_dequantize_rotates_back_and_checks():
+    w = nb.quantize(torch.randn(4, 64), nb.NVFP4, rotation=32)
+    assert torch.equal(nb.dequantize(w), reference_dequantize(w))
+    with pytest.raises(TypeError, match="dequantize: dtype torch[.]int8"):
+        nb.dequantize(w, torch.int8)
+    with pytest.raises(TypeError, match="dequantize: w is a Tensor"):
+        nb.dequantize(torch.ones(2))
 
 
 def test_products_of_the_largest_scales():

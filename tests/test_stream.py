@@ -17,6 +17,7 @@ from nibblas import storage
 from nibblas.checkpoint import stream
 from nibblas.checkpoint.stream import DEFAULT_EXCLUDE, quantize_checkpoint
 from nibblas.formats import FORMATS
+from nibblas.ops import dequantize
 from nibblas.quantize import quantize
 from nibblas.storage import StorageError
 from nibblas.tensor import ScaledTensor
@@ -152,7 +153,7 @@ def test_the_folder_and_the_summary(folder, tmp_path):
     assert (q.shape, q.bytes_before, q.bytes_after) == ((96, 128), 96 * 128 * 2, 96 * 64 + 96 * 8 + 4)
     x = weights()[q.name].double()
     whole = load_folder(tmp_path / "out")[q.name]
-    error = (stream.dequantize(whole).double() - x).square().sum() / x.square().sum()
+    error = (dequantize(whole).double() - x).square().sum() / x.square().sum()
     assert q.relative_mse == pytest.approx(error.item(), rel=1e-6)
     assert 0.007 < q.relative_mse < 0.011
     assert by_name["model.layers.1.zero.weight"].relative_mse == 0

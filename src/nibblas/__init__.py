@@ -12,6 +12,7 @@ from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, Ti
 from nibblas.ops import (
     bmm,
     dependent_launch,
+    dequantize,
     explain,
     gated_linear,
     grouped_linear,
@@ -23,7 +24,7 @@ from nibblas.ops import (
     scale_layout,
 )
 from nibblas.problem import Problem
-from nibblas.quantize import dequantize, rotate
+from nibblas.quantize import rotate
 from nibblas.storage import StorageError, load, save
 from nibblas.tensor import ScaledTensor, stack
 

@@ -7,7 +7,8 @@ matrices ([L,] rows, K), none of them rotated.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from nibblas.dispatch import choose
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
+from nibblas.kernels import cpu_library, cpu_quantize, triton_launch, triton_quantize
 from nibblas.layouts import Layout, as_layout
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_layouts, operand_name
 from nibblas.quantize import dequantize
@@ -318,10 +320,46 @@ _define(
 )
 
 
+@cache
+def _decoder(device: torch.device) -> Callable[[ScaledTensor, torch.dtype], Tensor] | None:
+    """The kernel that decodes on a device, of which there is one at most."""
+    if device.type == "cpu":
+        return cpu_quantize.dequantize if cpu_library.library() is not None else None
+    runs = arch_of(device) in triton_launch.ARCHS and find_spec("triton") is not None
+    return triton_quantize.dequantize if runs else None
+
+
+def launch_dequantize(w: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    """quantize.dequantize of what is not rotated, value for value, by a kernel where the device has one."""
+    decode = _decoder(w.device) if dtype in DTYPE_NAMES and w.data.numel() else None
+    if decode is None:
+        return dequantize(w, dtype)
+    with on_device(w.device):
+        if w.device.type != "cpu":
+            return decode(w, dtype)
+        if w.global_scale is None or not w.global_scale.ndim:
+            return decode(w.flatten_rows(), dtype).view(w.shape)
+        out = torch.empty(w.shape, dtype=dtype)
+        for i in range(len(out)):
+            out[i] = launch_dequantize(w[i], dtype)
+        return out
+
+
+def _dequantize(w, w_scale, w_global, w_spec, dtype):
+    return launch_dequantize(_operand(w, w_scale, w_global, w_spec), dtype)  # type: ignore[arg-type]
+
+
+def _fake_dequantize(w, w_scale, w_global, w_spec, dtype):
+    return w.new_empty(_operand(w, w_scale, w_global, w_spec).shape, dtype=dtype)
+
+
+_define("dequantize", f"{OPERAND.format('w')}, ScalarType dtype", "Tensor", _dequantize, _fake_dequantize)
+
+
 def _linear_backward(grad, b, b_scale, b_global, b_spec, dtype):
     """d/dx of x @ w.T: grad @ w, with w decoded to fp32."""
     weights = _operand(b, b_scale, b_global, b_spec)
-    return (grad.float() @ dequantize(weights)).to(dtype)  # type: ignore[arg-type]
+    return (grad.float() @ launch_dequantize(weights, torch.float32)).to(dtype)  # type: ignore[arg-type]
 
 
 def _fake_linear_backward(grad, b, b_scale, b_global, b_spec, dtype):

@@ -15,6 +15,7 @@ from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
 from nibblas.operators import Operand, as_arguments, linear_problem
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_name
 from nibblas.quantize import check_arguments, rotate
+from nibblas.quantize import dequantize as plain_dequantize
 from nibblas.tensor import ScaledTensor
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -562,6 +563,21 @@ def _overwrite(out: ScaledTensor, found: ScaledTensor) -> ScaledTensor:
     if out.global_scale is not None and found.global_scale is not None:
         out.global_scale.copy_(found.global_scale)
     return out
+
+
+@torch.no_grad()
+def dequantize(w: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values code * (scale * global_scale) of a tensor in any layout, rotated back: (..., N, K) of dtype.
+
+    Computed in fp32 and narrowed once; dtype is fp32, bf16, fp16 or fp64. What `nibblas.quantize.dequantize` defines,
+    by a fast kernel where w is not rotated and its device has one.
+
+    >>> nb.dequantize(nb.quantize(torch.full((1, 16), -3.0), nb.NVFP4))[0, :2]
+    tensor([-3., -3.])
+    """
+    if isinstance(w, ScaledTensor) and not w.rotation and dtype in DTYPE_NAMES:
+        return torch.ops.nibblas.dequantize(*as_arguments(w), dtype)
+    return plain_dequantize(w, dtype)
 
 
 def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayout:

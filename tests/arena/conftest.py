@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from nibblas.arena.options import Options
 from nibblas.arena.problem import read_task
 from nibblas.arena.record import Record
-from nibblas.arena.run import Options, run
+from nibblas.arena.run import run
 from nibblas.arena.submission import read_submission
 
 PROBLEMS = Path(__file__).parent / "problems"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from nibblas.arena.options import Options
 from nibblas.arena.problem import DIALECTS, read_task
-from nibblas.arena.run import Options, run
+from nibblas.arena.run import run
 from nibblas.arena.standins import AITER, CUDA, SCALED_MM
 from nibblas.arena.submission import read_submission, why_not
 from nibblas.arena.survey import entries, reference_as_submission

@@ -86,8 +86,9 @@ def _run(
     from nibblas.arena import popcorn as popcorn_log
     from nibblas.arena import record as records
     from nibblas.arena.measurements import measurements
+    from nibblas.arena.options import Options
     from nibblas.arena.problem import ArenaError, read_task
-    from nibblas.arena.run import Options, run
+    from nibblas.arena.run import run
     from nibblas.arena.submission import read_submission
     from nibblas.roofline import device_called
 

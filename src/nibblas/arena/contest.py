@@ -73,7 +73,7 @@ def contest(checkout: Path, folder: Path, device: str, budget: float, seconds: f
 def _run(
     name: str, path: Path, checkout: Path, folder: Path, device: str, budget: float, seconds: float
 ) -> Record | str:
-    from nibblas.arena.run import Options
+    from nibblas.arena.options import Options
 
     directory = next(iter(sorted(checkout.glob(f"problems/*/{name}"))), checkout / "problems" / name)
     try:

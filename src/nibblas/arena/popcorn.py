@@ -121,7 +121,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     mode = modes[arguments[0]]
     import torch
 
-    from nibblas.arena.run import Options, run
+    from nibblas.arena.options import Options
+    from nibblas.arena.run import run
     from nibblas.arena.submission import read_submission
 
     try:

@@ -25,7 +25,7 @@ from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
 
 if TYPE_CHECKING:
-    from nibblas.arena.run import Options
+    from nibblas.arena.options import Options
 
 MODULE = "nibblas.arena.survey"
 PARTS = {
@@ -147,7 +147,7 @@ def _run(
     seconds: float,
     modes: Sequence[Mode],
 ) -> None:
-    from nibblas.arena.run import Options
+    from nibblas.arena.options import Options
 
     for mode in modes:
         path = folder / f"{entry.problem.replace('/', '.')}.{entry.kind}.{mode}.json"

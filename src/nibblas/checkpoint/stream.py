@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import torch
 
 from nibblas.formats import Format, as_format
-from nibblas.ops import quantize
-from nibblas.quantize import amax, dequantize, global_scale_from_amax
+from nibblas.ops import dequantize, quantize
+from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
     METADATA_KEY,
     Entry,

@@ -17,7 +17,6 @@ from nibblas.nn.experts import FP4Experts, TransformersExperts
 from nibblas.nn.linear import FP4Linear
 from nibblas.nn.packed import check_options
 from nibblas.problem import DTYPE_NAMES
-from nibblas.quantize import dequantize
 from nibblas.tensor import ScaledTensor
 
 # Output heads, poolers and what routes tokens to experts: small, and errors in them cost most.
@@ -200,7 +199,7 @@ def _broken_ties(model: nn.Module, layers: dict[str, nn.Module], reasons: dict[s
 def _squared(dense: Tensor, w: ScaledTensor) -> tuple[float, float]:
     """Sums of (dequantized - dense)^2 and of dense^2."""
     dense = dense.float()
-    error = (dequantize(w) - dense).square_().sum(dtype=torch.float64)
+    error = (ops.dequantize(w) - dense).square_().sum(dtype=torch.float64)
     return error.item(), dense.square().sum(dtype=torch.float64).item()
 
 
