@@ -1,5 +1,5 @@
 #!POPCORN leaderboard amd-moe-mxfp4
-"""The baseline: the experts that are used are decoded to bf16, by one look-up a byte, and go to cuBLAS one by one.
+"""The baseline: the experts that are used are decoded to bf16 and go to cuBLAS one by one.
 
 Tokens, and what the gates make of them, are quantized first, as the problem wants, by nibblas.
 """

@@ -1,5 +1,5 @@
 #!POPCORN leaderboard amd-mxfp4-mm
-"""The baseline: both matrices are decoded to bf16, by one look-up a byte, and go to cuBLAS.
+"""The baseline: both matrices are decoded to bf16 and go to cuBLAS.
 
 a is quantized first, as the problem wants, by nibblas.
 """

@@ -1,5 +1,5 @@
 #!POPCORN leaderboard nvfp4_dual_gemm
-"""The baseline: all matrices are decoded to fp16, by one look-up a byte, and go to cuBLAS; SiLU in fp32."""
+"""The baseline: all matrices are decoded to fp16 and go to cuBLAS; SiLU in fp32."""
 
 import torch
 

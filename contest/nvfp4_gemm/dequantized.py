@@ -1,5 +1,5 @@
 #!POPCORN leaderboard nvfp4_gemm
-"""The baseline: both matrices are decoded to fp16, by one look-up a byte, and go to cuBLAS."""
+"""The baseline: both matrices are decoded to fp16 and go to cuBLAS."""
 
 import torch
 

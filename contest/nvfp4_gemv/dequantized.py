@@ -1,5 +1,5 @@
 #!POPCORN leaderboard nvfp4_gemv
-"""The baseline: all of the matrix is decoded to fp16, by one look-up a byte, and goes to cuBLAS."""
+"""The baseline: all of the matrix is decoded to fp16 and goes to cuBLAS."""
 
 import torch
 

@@ -1,5 +1,5 @@
 #!POPCORN leaderboard nvfp4_group_gemm
-"""The baseline: all matrices are decoded to fp16, by one look-up a byte, and go to cuBLAS, group by group.
+"""The baseline: all matrices are decoded to fp16 and go to cuBLAS, group by group.
 
 Scales are taken from the blocked ones, since the linear ones may lie in host memory.
 """
