@@ -126,7 +126,7 @@ def survey(
             continue
         if entry.task is not None and entry.submission is not None:
             _run(entry, entry.task, entry.submission, folder, device, budget, seconds, modes)
-        if before is not None and entry.reason == before.reason:
+        if before is not None and brief(entry.reason) == brief(before.reason):
             continue  # it is the problem that can't be run here, which the line before says
         found.append(entry)
         print(" | ".join(entry.cells()), file=sys.stderr)
