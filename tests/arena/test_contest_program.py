@@ -92,4 +92,4 @@ def test_every_entry_has_a_baseline_and_the_readme_a_place_for_the_table():
     names = {path.parent.name for path in contest.FOLDER.glob("*/submission.py")}
     assert names == {path.parent.name for path in contest.FOLDER.glob(f"*/{contest.BASELINE}")}
     assert os.listdir(contest.FOLDER) != []
-    assert contest.PART.read()
+    assert all(part.read() for part in contest.PARTS.values())

@@ -1,8 +1,9 @@
 """Every contest entry against decoding all weights and calling cuBLAS, on every benchmark case of its problem.
 
 `python -m nibblas.arena.contest CHECKOUT RECORDS` times what the folder RECORDS holds no complete record of, and prints
-the table in Markdown; with --write it goes between the marks of contest/README.md. With --evidence FILE what was
-measured is added to that file, once. It goes on after an entry that fails, and with a run that was stopped.
+the table in Markdown; with --write it goes between the marks of contest/README.md, of a CPU and of a GPU in two places.
+With --evidence FILE what was measured is added to that file, once. It goes on after an entry that fails, and with a run
+that was stopped.
 """
 
 import argparse
@@ -21,7 +22,10 @@ from nibblas.arena.survey import brief, kept_run, markdown, sizes, times, where_
 from nibblas.generated import ROOT, Part
 
 MODULE = "nibblas.arena.contest"
-PART = Part("contest/README.md", "contest", MODULE)
+PARTS = {
+    "cpu": Part("contest/README.md", "contest", MODULE),
+    "cuda": Part("contest/README.md", "contest-gpu", MODULE),
+}
 FOLDER = ROOT / "contest"
 BASELINE = "dequantized.py"
 HEAD = ("problem", "case", "median", "95 % interval", "of floor", "of dequantized", "95 % interval", "verdict")
@@ -120,7 +124,7 @@ def main() -> None:
     if given.evidence is not None:
         print(f"{given.evidence}: {add_evidence(found, given.evidence)} rows added", file=sys.stderr)
     if given.write:
-        PART.write(table(found))
+        PARTS[given.device.split(":")[0]].write(table(found))
     else:
         print(table(found))
 
