@@ -50,6 +50,7 @@ class Operands(ABC):
     """
 
     op: str
+    is_rowwise = True  # what becomes of a row does not depend on how many there are
 
     def __init__(self, a: Activations, b: ScaledTensor, out: torch.dtype, beyond: int):
         self.a, self.b, self.out, self.beyond = a, b, out, beyond
@@ -89,9 +90,11 @@ class Operands(ABC):
 
     def answer(self, M: int) -> tuple[Tensor, Tensor]:
         """The exact result of M rows in float64, and the size of each of its elements that errors are compared with."""
-        if M not in self._answers:
-            self._answers[M] = self._answer(M)
-        return self._answers[M]
+        rows = self.a.shape[-2] if self.is_rowwise else M
+        if rows not in self._answers:
+            self._answers[rows] = self._answer(rows)
+        exact, size = self._answers[rows]
+        return exact[..., :M, :], size[..., :M, :]
 
     def check(self, kernel: Kernel, problem: Problem) -> tuple[float, str | None]:
         """`compare` for what the kernel makes of these operands."""
@@ -137,6 +140,7 @@ class GroupedLinear(Operands):
     """Rows of a (M, K), dealt to groups at random, each run against its own b (G, N, K)."""
 
     op = "grouped_linear"
+    is_rowwise = False
 
     @property
     def G(self) -> int:
