@@ -196,8 +196,9 @@ def test_a_profiler_that_saw_nothing_is_told_of(work):
 
 def test_work_outside_the_call_is_found():
     claims = samples(around(1e6, 1e4, 20))
-    assert timing.outside_work(claims, around(5e6, 1e6, 20), "host", threads=1) is None
-    found = timing.outside_work(claims, around(50e6, 1e6, 20), "host", threads=1)
+    assert timing.outside_work(claims, around(5e6, 1e6, 20), "host", threads=1, flush_ns=1e6) is None
+    assert timing.outside_work(claims, around(50e6, 1e6, 20), "host", threads=1, flush_ns=50e6) is None
+    found = timing.outside_work(claims, around(50e6, 1e6, 20), "host", threads=1, flush_ns=1e6)
     assert found is not None
     assert found.severity == "flag"
 

@@ -315,7 +315,9 @@ class CaseRun:
             timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer, self.contestant.empty_spread_ns),
             timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
             timing.other_streams(self.samples, self.contestant.empty_tail_ns),
-            timing.outside_work(self.samples, self.outside, protocol.timer, self.run.threads),
+            timing.outside_work(
+                self.samples, self.outside, protocol.timer, self.run.threads, self.contestant.empty_outside_ns
+            ),
         ):
             if finding is not None:
                 self._find(finding)

@@ -210,16 +210,19 @@ def untraced_work(found: Traced, samples: Sequence[Sample], timer: str) -> Findi
     )
 
 
-def outside_work(samples: Sequence[Sample], outside_ns: Sequence[float], timer: str, threads: int) -> Finding | None:
+def outside_work(
+    samples: Sequence[Sample], outside_ns: Sequence[float], timer: str, threads: int, flush_ns: float
+) -> Finding | None:
     """A finding where a worker uses CPU time for handing over data and output as if it computed there.
 
-    `outside_ns` is what was used beyond the need, for each call. Threads that have computed may go on spinning a while.
+    `outside_ns` is what was used beyond the need, for each call. Threads that have computed may go on spinning a while,
+    and emptying the caches, usually in `flush_ns`, takes twice that beside others who want the memory.
     """
     usual = claimed(samples, timer)
     if len(usual) < FEWEST:
         return None
     found = median_interval(outside_ns, confidence=0.99)
-    if found.low <= OUTSIDE_NS * max(threads, 1) + median_interval(usual).value:
+    if found.low <= OUTSIDE_NS * max(threads, 1) + flush_ns + median_interval(usual).value:
         return None
     return Finding(
         "outside-work",
