@@ -501,6 +501,16 @@ def test_tune_keeps_evidence_and_tells_what_it_changed(run, quick):
     assert {m.problem.M for m in store.all()} == {1, 2}
 
 
+def test_tune_of_a_mixture_of_experts(run, quick):
+    sizes = ["64x128", "--op", "grouped_linear", "--G", "3", "--M", "4", "--formats", "nvfp4"]
+    status, text, err = run("tune", *sizes, "--seconds", "1", "--threads", "1")
+    assert (status, err) == (0, "")
+    assert "grouped_linear M=4 N=64 K=128 G=3 bf16 x nvfp4" in text
+    status, _, err = run("bench", "--op", "quantize", "--L", "2")
+    assert status == 2
+    assert "quantize has no --L, --G" in err
+
+
 def test_bench_writes_elsewhere_and_json(run, quick, tmp_path):
     output = tmp_path / "new" / "measured.jsonl"
     status, text, _ = run(*BENCH, "--kernels", "torch_linear", "--output", output, "--json")

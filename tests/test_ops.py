@@ -626,6 +626,21 @@ def test_bad_quantize_is_refused(kernel):
 
 def test_explain_names_what_it_takes():
     refused(ValueError, "explain: op is 'conv'", lambda: nb.explain("conv", torch.ones(1, 32), weights("mxfp4", 8, 32)))
+    w = weights("mxfp4", 2, 8, 64)
+    grouped = nb.explain("grouped_linear", torch.ones(5, 64), w, torch.ones(2, 8), out_dtype=torch.bfloat16)
+    sizes = {"op": "grouped_linear", "M": 5, "N": 8, "K": 64, "G": 2, "a": "fp32", "b": "mxfp4", "bias": True}
+    assert grouped.problem.as_dict() == sizes
+    x = torch.ones(5, 64)
+    gated = nb.explain("gated_linear", torch.ones(2, 3, 64), w[0])
+    assert gated.problem.as_dict() == {
+        "op": "gated_linear", "M": 6, "N": 8, "K": 64, "a": "fp32", "b": "mxfp4", "out": "fp32"
+    }  # fmt: skip
+    refused(
+        ValueError,
+        "grouped_linear has no batch_invariant",
+        lambda: nb.explain("grouped_linear", x, w, batch_invariant=True),
+    )
+    refused(ValueError, "w has shape", lambda: nb.explain("grouped_linear", x, w[0]))
     explanation = nb.explain("bmm", torch.ones(2, 3, 64), weights("mxfp4", 2, 8, 64))
     assert explanation.problem.L == 2
 

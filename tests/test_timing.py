@@ -316,7 +316,8 @@ def test_sweep_of_other_products(op, activations, format, monkeypatch, bench):
     )
     monkeypatch.setattr(sweep, "all_kernels", lambda: found)
     monkeypatch.setattr(dispatch, "kernels", lambda: found)
-    results = sweep.sweep([(48, 64)], [1, 9], [format], activations, op=op, L=2, G=3, rounds=5)
+    sizes = {"linear": {"L": 2}, "grouped_linear": {"G": 3}, "gated_linear": {}}[op]
+    results = sweep.sweep([(48, 64)], [1, 9], [format], activations, op=op, **sizes, rounds=5)
     for result, M in zip(results, (1, 9), strict=True):
         p = result.problem
         assert (p.op, p.M, p.L, p.G) == (op, M, 2 if op == "linear" else 1, 3 if op == "grouped_linear" else 1)
@@ -332,8 +333,18 @@ def test_sweep_of_other_products(op, activations, format, monkeypatch, bench):
         assert f"bench {size[op]}--shapes 48x64 --M {M} " in measured.command
 
 
+def test_sweep_refuses_sizes_that_an_operation_lacks(bench):
+    for op, sizes, message in (
+        ("gated_linear", {"L": 2}, "gated_linear has no L"),
+        ("linear", {"G": 8}, "linear has no G"),
+        ("quantize", {}, "op 'quantize' is no product"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench([(64, 128)], [1], [NVFP4], op=op, **sizes)
+
+
 def test_rows_are_dealt_to_groups():
-    drawn = operands.drawn("grouped_linear", [4, 64], 16, 32, NVFP4, "bf16", (80, 126), 1 << 16, CPU, G=16)
+    drawn = operands.drawn("grouped_linear", [4, 64], 16, 32, NVFP4, "bf16", (80, 126), 1 << 16, CPU, L=1, G=16)
     offsets = drawn.offsets(64)
     assert offsets.tolist() == sorted(offsets.tolist())
     assert (offsets[0], offsets[-1]) == (0, 64)

@@ -48,6 +48,11 @@ app.add_typer(arena_app, name="arena")
 app.add_typer(index_app, name="index")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Product = Annotated[Literal["linear", "grouped_linear", "gated_linear"], typer.Option(help="The operation to measure.")]
+Batch = Annotated[int, typer.Option("--L", min=1, help="Matrices in a batch, of linear.")]
+Groups = Annotated[
+    int | None, typer.Option("--G", min=1, help="Groups, of grouped_linear, to which rows are dealt at random; 8.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda:1 ...")]
 
@@ -414,10 +419,8 @@ def bench(
         "1024x1024,4096x4096"
     ),
     M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
-    L: Annotated[int, typer.Option("--L", min=1, help="Matrices in a batch, of linear.")] = 1,
-    G: Annotated[
-        int, typer.Option("--G", min=1, help="Groups, of grouped_linear: rows are dealt to them at random.")
-    ] = 8,
+    L: Batch = 1,
+    G: Groups = None,
     formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
     activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
     kernels: Annotated[str, typer.Option(help="Kernels to time, by name; all by default.")] = "",
@@ -472,6 +475,8 @@ def bench(
             "progress": advance,
         }
         if op == "quantize":
+            if L > 1 or G is not None:
+                raise typer.BadParameter("quantize has no --L, --G")
             results = sweep_quantize(matrices, wanted, activations, **options)
         else:
             options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
@@ -498,7 +503,10 @@ def bench(
 @app.command()
 def tune(
     shapes: Annotated[str, typer.Argument(help="N x K of the weights, such as 4096x4096,14336x4096.")],
+    op: Product = "linear",
     M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
+    L: Batch = 1,
+    G: Groups = None,
     formats: Annotated[str, typer.Option(help="Formats of the weights.")] = "nvfp4,mxfp4",
     activations: Annotated[str, typer.Option(help="bf16, fp16, fp32, or fp4 (of the weights' format).")] = "bf16",
     device: Device = "cpu",
@@ -512,6 +520,7 @@ def tune(
     Examples:
 
     - `nibblas tune 4096x4096,14336x4096 --M 1,8`
+    - `nibblas tune 2048x2048 --op grouped_linear --G 32`
     """
     from nibblas.bench.tune import print_tuned
     from nibblas.bench.tune import tune as run
@@ -523,6 +532,9 @@ def tune(
             [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
             [_format(name) for name in _split(formats)],
             activations,
+            op=op,
+            L=L,
+            G=G,
             device=device_called(device),
             threads=threads,
             seconds=seconds,

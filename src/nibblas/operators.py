@@ -72,12 +72,12 @@ def linear_problem(
     a: Operand, b: ScaledTensor, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool = False
 ) -> Problem:
     """The Problem that a product of these operands poses: a ([L,] M, K), b ([L,] N, K)."""
-    return _product_problem(
+    return product_problem(
         "linear", a, b, bias, dtype, L=b.data.shape[0] if b.ndim == 3 else 1, batch_invariant=batch_invariant
     )
 
 
-def _product_problem(
+def product_problem(
     op: str,
     a: Operand,
     b: ScaledTensor,
@@ -87,6 +87,7 @@ def _product_problem(
     G: int = 1,
     batch_invariant=False,
 ) -> Problem:
+    """The Problem of an op over a (..., M, K) and b (..., N, K)."""
     *_, N, K = b.shape
     return _problem(
         op,
@@ -182,7 +183,7 @@ def launch_grouped(
             )
     if not out.numel():
         return
-    problem = _product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
+    problem = product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
     with on_device(w.device):
         choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=best_linear)
 
@@ -199,7 +200,7 @@ def launch_gated(
 ) -> None:
     if not out.numel():
         return
-    problem = _product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
+    problem = product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
     with on_device(w_up.device):
         kernel = choose(problem, w_up.device, name)
         kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=best_linear)

@@ -12,13 +12,14 @@ from nibblas.formats import Format, as_format
 from nibblas.kernels import cuda_module
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
-from nibblas.operators import Operand, as_arguments, linear_problem
+from nibblas.operators import Operand, as_arguments, linear_problem, product_problem
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.quantize import dequantize as plain_dequantize
 from nibblas.tensor import ScaledTensor
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+EXPLAINED = ("linear", "matmul", "bmm", "grouped_linear", "gated_linear")  # operations, by `explain`
 
 
 def _check_tensor(op: str, name: str, t: Tensor | None) -> None:
@@ -625,14 +626,22 @@ def explain(
 ) -> Explanation:
     """How the dispatcher decides: every kernel of the op, why it can't run or what it should take, and the floor.
 
-    `op` is "linear" (x (..., K), w (N, K)) or "matmul" / "bmm" (x (L, M, K), w (L, N, K)); out_dtype and
-    batch_invariant as in `linear`. Print the result.
+    `op` is "linear" (x (..., K), w (N, K)), "matmul" / "bmm" (x (L, M, K), w (L, N, K)), "grouped_linear" (x (M, K),
+    w (G, N, K)) or "gated_linear" (x (..., K), w (N, K), the gate's or the other). out_dtype and batch_invariant as in
+    `linear`, batch_invariant of linear products alone. Print the result.
     """
-    if op not in ("linear", "matmul", "bmm"):
-        raise ValueError(f"explain: op is {op!r}, need linear, matmul or bmm")
-    _check_weights("explain", "w", w, 2 if op == "linear" else None)
+    if op not in EXPLAINED:
+        raise ValueError(f"explain: op is {op!r}, need {', '.join(EXPLAINED[:-1])} or {EXPLAINED[-1]}")
+    ndim = {"linear": 2, "gated_linear": 2, "grouped_linear": 3}.get(op)
+    _check_weights("explain", "w", w, ndim)
     _check_operands("explain", x, w, biases=(bias,))
     dtype = _out_dtype("explain", x, None, out_dtype)
+    if op in ("grouped_linear", "gated_linear"):
+        if batch_invariant:
+            raise ValueError(f"explain: {op} has no batch_invariant")
+        x = _as_matrix("explain", x)
+        G = w.shape[0] if op == "grouped_linear" else 1
+        return explain_problem(product_problem(op, x, w, bias, dtype, G=G), w.device)
     if w.ndim == 2 and (op == "linear" or _has_one_scale(x)):
         x = _as_matrix("explain", x)
     else:

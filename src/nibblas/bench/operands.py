@@ -212,8 +212,8 @@ def drawn(
     beyond: int,
     device: torch.device,
     *,
-    L: int = 1,
-    G: int = 8,
+    L: int,
+    G: int,
 ) -> Operands:
     """Operands of so many rows, with scale bytes from the lowest to the highest of `scales`.
 

@@ -41,6 +41,7 @@ from nibblas.statistics import Ratio, paired_ratio, quartiles
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
 BASELINE = "torch bf16"
+GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def sweep(
     *,
     op: str = "linear",
     L: int = 1,
-    G: int = 8,
+    G: int | None = None,
     device: torch.device = CPU,
     threads: int | None = None,
     names: Sequence[str] | None = None,
@@ -130,7 +131,7 @@ def sweep(
     """Time an op on every combination of weights (N, K), rows M and format.
 
     op : linear, grouped_linear or gated_linear.
-    L : matrices of a linear. G : groups of a grouped_linear, to which the M rows are dealt at random.
+    L : matrices of a linear. G : groups of a grouped_linear, 8 by default, to which the M rows are dealt at random.
     activations : "fp4" (of the weights' format) or a dtype name; the result is bf16 for fp4, else of that dtype.
     threads : of the CPU, torch's own number by default.
     names : kernels to time, all that are made for the device by default.
@@ -143,6 +144,9 @@ def sweep(
     wanted = [as_format(format) for format in formats]
     if op not in PRODUCTS:
         raise ValueError(f"bench: op {op!r} is no product; there are {', '.join(PRODUCTS)}")
+    for name, is_unfit in (("L", L > 1 and op != "linear"), ("G", G is not None and op != "grouped_linear")):
+        if is_unfit:
+            raise ValueError(f"bench: {op} has no {name}")
     chosen = named_kernels(op, names, arch_of(device))
     peers = [name for name in peers if name not in ALWAYS_TIMED]
     if unknown := set(peers) - set(PEERS):
@@ -160,7 +164,7 @@ def sweep(
     results: list[Result] = []
     cold = cold_bytes(device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    draw = partial(drawn, op, Ms, device=device, L=L, G=G)
+    draw = partial(drawn, op, Ms, device=device, L=L, G=G or GROUPS)
     with on_device, with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
             dense: dict[torch.dtype, Rotation[Tensor]] = {}

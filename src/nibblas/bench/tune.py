@@ -35,6 +35,9 @@ def tune(
     formats: Sequence[Format],
     activations: str = "bf16",
     *,
+    op: str = "linear",
+    L: int = 1,
+    G: int | None = None,
     device: torch.device = CPU,
     threads: int | None = None,
     seconds: float = 60.0,
@@ -42,12 +45,23 @@ def tune(
 ) -> list[Tuned]:
     """Time every kernel on weights (N, K) and M rows of each format, keep the evidence, and say what it changed.
 
-    Takes about `seconds` in all; kernels that give a wrong answer are not timed.
+    op, L and G are as in `sweep`. Takes about `seconds` in all; kernels that give a wrong answer are not timed.
     A choice changes only if the other kernel beats it by more than the noise of both (dispatch.rank).
     """
     each = seconds / max(1, len(shapes) * len(Ms) * len(formats))
     results = sweep(
-        shapes, Ms, formats, activations, device=device, threads=threads, rounds=1000, seconds=each, progress=progress
+        shapes,
+        Ms,
+        formats,
+        activations,
+        op=op,
+        L=L,
+        G=G,
+        device=device,
+        threads=threads,
+        rounds=1000,
+        seconds=each,
+        progress=progress,
     )
     evidence.store().add(m for result in results for m in result.measurements)
     dispatch.forget()
