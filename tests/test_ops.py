@@ -143,6 +143,16 @@ def test_grouped_values():
     assert nb.grouped_linear(torch.ones(0, 32), w, torch.zeros(6, dtype=torch.int32)).shape == (0, 8)
 
 
+def test_no_groups_no_rows_no_columns():
+    w = weights("mxfp4", 2, 8, 32)
+    assert nb.grouped_linear(torch.ones(3, 32), w.slice(0, 0, 0), torch.tensor([1])).eq(torch.zeros(3, 8)).all()
+    assert nb.grouped_linear(torch.ones(0, 32), w, torch.tensor([0, 0, 0])).shape == (0, 8)
+    empty = torch.zeros(2, 8, 0, dtype=torch.uint8)
+    bias = torch.arange(16.0).view(2, 8)
+    y = nb.grouped_linear(torch.ones(3, 0), nb.ScaledTensor(empty, empty, nb.MXFP4), torch.tensor([0, 1, 3]), bias)
+    assert torch.equal(y, bias[[0, 1, 1]])
+
+
 def test_grouped_matmul_is_a_list_of_products():
     shapes = [(3, 24, 64), (0, 8, 32), (1, 40, 96)]
     a = [torch.randn(M, K) for M, _, K in shapes]

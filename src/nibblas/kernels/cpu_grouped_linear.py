@@ -34,6 +34,8 @@ def launch(
     bounds = offsets.tolist()
     out[: bounds[0]].zero_()
     out[bounds[-1] :].zero_()
+    if len(bounds) == 1:
+        return
     if not (w.data[0].is_contiguous() and w.scale[0].is_contiguous()):
         w = w.contiguous()
     bias = None if bias is None else bias.contiguous()
