@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from checks import assert_close
-from safetensors.torch import load, load_model, save, save_model
+from safetensors.torch import load, load_model, save, save_file, save_model
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -224,6 +224,34 @@ def test_gradients_to_x_and_bias(storage):
     exact = reference.matmul(grad.reshape(10, 24), nb.dequantize(layer.weight_scaled).T)
     assert_close(x.grad.reshape(10, 64), exact, torch.float32, K=24, what="gradient to x")
     assert torch.allclose(layer.bias.grad, grad.sum((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+def test_quantized_activations_have_no_gradient(storage):
+    layer, x = FP4Linear.from_linear(linear(), activations="fp4"), draw(5, 64)
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((24,), 5.0))
+    y = layer(x.requires_grad_())
+    with pytest.raises(NotImplementedError, match='with activations="fp4" x has no gradient'):
+        y.sum().backward()
+
+
+def test_a_layer_of_no_inputs(storage):
+    layer = FP4Linear(0, 8)
+    layer.bias.data.copy_(torch.arange(8.0))
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(layer(torch.ones(2, 3, 0)), torch.arange(8.0).expand(2, 3, 8))
+
+
+def test_a_rotated_layer_is_stored_for_what_it_multiplies(monkeypatch):
+    """A rotated x is fp32, which a kernel for bf16 doesn't take."""
+    narrow = replace(TILED, name="narrow", operands=(("bf16", "nvfp4"),), cost=lambda problem, line: 1e-9)
+    monkeypatch.setattr(dispatch, "kernels", lambda: (*REST, narrow, replace(TORCH, decodes_weights=False)))
+    dispatch.forget()
+    dense = linear(dtype=torch.bfloat16)
+    assert FP4Linear.from_linear(dense).weight_scaled.data_layout == ROWS_16x4
+    assert FP4Linear.from_linear(dense, rotation=16).weight_scaled.data_layout == LINEAR
+    dispatch.forget()
 
 
 def test_trains_an_adapter_through_frozen_layers(storage):
@@ -538,6 +566,10 @@ def test_experts_refuse_what_does_not_fit():
         FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 32, 64))
     with pytest.raises(ValueError, match=r"bias_down are given, need all or none"):
         FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 64, 32), draw(2, 32))
+    with pytest.raises(ValueError, match="w_gate holds no expert"):
+        FP4Experts.from_dense(draw(0, 32, 64), draw(0, 32, 64), draw(0, 64, 32))
+    with pytest.raises(TypeError, match="FP4Experts: bias_up is a int, need a Tensor"):
+        FP4Experts.from_dense(draw(2, 32, 64), draw(2, 32, 64), draw(2, 64, 32), draw(2, 32), 0, draw(2, 64))
     with pytest.raises(ValueError, match=r"activation 'gelu' is unknown"):
         FP4Experts(2, 32, 64, activation="gelu")
     with pytest.raises(ValueError, match=r"K = 24 is not a multiple"):
@@ -802,7 +834,7 @@ def round_weights(module, format):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("concatenated", [False, True])
 @pytest.mark.parametrize(("gate", "bias"), [(silu, False), (clamped, True)])
-def test_fused_experts_become_fp4_behind_their_own_forward(transposed, concatenated, gate, bias):
+def test_fused_experts_become_fp4_behind_their_own_forward(transposed, concatenated, gate, bias, tmp_path):
     model = nn.Module()
     model.experts = Fused(transposed=transposed, concatenated=concatenated, bias=bias, gate=gate)
     round_weights(model.experts, nb.MXFP4)
@@ -816,6 +848,7 @@ def test_fused_experts_become_fp4_behind_their_own_forward(transposed, concatena
     assert report.relative_mse == 0
     assert report.elements == 3 * 5 * 32 * 64
     y = model.experts(x, router_indices=ids, routing_weights=factors)
+    save_file(model.state_dict(), tmp_path / "experts.safetensors")  # which takes no tensor that is part of another
     assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(model.experts(x, ids, routing_weights=factors), y)
     assert expected.norm() > 1

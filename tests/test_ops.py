@@ -143,6 +143,35 @@ def test_grouped_values():
     assert nb.grouped_linear(torch.ones(0, 32), w, torch.zeros(6, dtype=torch.int32)).shape == (0, 8)
 
 
+@pytest.mark.parametrize("kernel", ["torch_linear", None])
+def test_operands_that_are_parts_of_others(kernel):
+    """A bias, offsets and a gate's weights that lie otherwise than kernels read them."""
+    x, w, w3 = torch.randn(5, 64), weights("nvfp4", 24, 64), weights("nvfp4", 2, 24, 64)
+    joined, offsets = torch.randn(2, 48), torch.tensor([0, 7, 2, 7, 5])[::2]
+    bias, bias3 = joined[0, ::2], joined[:, 1::2]
+    assert torch.equal(nb.linear(x, w, bias, kernel=kernel), nb.linear(x, w, bias.clone(), kernel=kernel))
+    assert torch.equal(
+        nb.grouped_linear(x, w3, offsets, bias3), nb.grouped_linear(x, w3, offsets.clone(), bias3.clone())
+    )
+    gated = nb.gated_linear(x, w, w3[0], bias, bias3[0])
+    assert torch.equal(nb.gated_linear(x, w, w3[0], bias.clone(), bias3[0].clone()), gated)
+    assert torch.equal(nb.gated_linear(x, w.with_layout("BLOCKED_128x4"), w3[0], bias, bias3[0]), gated)
+
+
+def test_autocast_narrows_nothing():
+    x, w = torch.randn(5, 256, requires_grad=True), weights("nvfp4", 24, 256)
+
+    def both():
+        y = nb.linear(x, w, kernel="torch_linear")
+        return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+
+    need = both()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = both()
+    assert torch.equal(got[0], need[0])
+    assert torch.equal(got[1], need[1])
+
+
 def test_no_groups_no_rows_no_columns():
     w = weights("mxfp4", 2, 8, 32)
     assert nb.grouped_linear(torch.ones(3, 32), w.slice(0, 0, 0), torch.tensor([1])).eq(torch.zeros(3, 8)).all()
@@ -384,8 +413,9 @@ def test_other_operations_refuse_a_gradient():
         y.sum().backward()
     with pytest.raises(NotImplementedError, match="gated_linear: has no gradient"):
         nb.gated_linear(x, w[0], w[1]).sum().backward()
-    with pytest.raises(RuntimeError, match="linear: out= keeps no gradient"):
-        nb.linear(x, w[0], out=torch.empty(3, 24))
+    for given, out in ((x, torch.empty(3, 24)), (x.detach(), torch.ones(3, 24, requires_grad=True) * 2)):
+        with pytest.raises(RuntimeError, match="linear: out= keeps no gradient"):
+            nb.linear(given, w[0], out=out)
 
 
 def test_opcheck():
@@ -477,6 +507,11 @@ def test_bad_operands_are_refused_by_name():
     refused(TypeError, r"linear: a tensor has dtype torch.float64", lambda: nb.linear(x.double(), w))
     refused(TypeError, r"linear: a tensor has dtype torch.int32", lambda: nb.linear(x.int(), w))
     refused(ValueError, r"linear: K differs: x has shape \(3, 48\)", lambda: nb.linear(x[:, :48], w))
+    refused(ValueError, r"matmul: K differs: a has shape \(24, 64\), b \(3, 48\)", lambda: nb.matmul(w, x[:, :48]))
+    overlapping = torch.empty(100).as_strided((3, 24), (1, 1))
+    refused(ValueError, "need memory of its own for each element", lambda: nb.linear(x, w, out=overlapping))
+    strided = torch.empty(24, 2, 3).permute(1, 2, 0)[1]
+    assert torch.equal(nb.linear(x, w, out=strided), nb.linear(x, w))
     refused(ValueError, "linear: x has no dimension", lambda: nb.linear(torch.tensor(1.0), w))
     refused(
         ValueError,
@@ -491,7 +526,7 @@ def test_bad_operands_are_refused_by_name():
     refused(TypeError, "matmul: neither operand is a ScaledTensor", lambda: nb.matmul(x, x))
     refused(
         ValueError,
-        "matmul: batch dimensions differ",
+        r"matmul: batch dimensions differ: a has shape",
         lambda: nb.matmul(torch.ones(3, 2, 64), batch),
     )
     refused(ValueError, "bmm: a has shape", lambda: nb.bmm(x, w))
@@ -604,7 +639,7 @@ def test_bad_moe_is_refused():
     )
     refused(
         ValueError,
-        r"moe: bias has shape \(3,\), need \(2, 64\)",
+        r"moe: bias_down has shape \(3,\), need \(2, 64\)",
         lambda: nb.moe(x, ids, share, gate, gate, down, bias_down=torch.ones(3)),
     )
     refused(ValueError, "the transpose of w_down", lambda: nb.moe(x, ids, share, down, down, down))
@@ -650,7 +685,17 @@ def test_explain_names_what_it_takes():
         "grouped_linear has no batch_invariant",
         lambda: nb.explain("grouped_linear", x, w, batch_invariant=True),
     )
-    refused(ValueError, "w has shape", lambda: nb.explain("grouped_linear", x, w[0]))
+    for op, given, fitting, message in (
+        ("grouped_linear", x, w[0], r"grouped_linear takes x \(M, K\) and w \(G, N, K\)"),
+        ("grouped_linear", torch.ones(2, 3, 64), w, "x has shape"),
+        ("bmm", torch.ones(3, 64), w, r"bmm takes x \(L, M, K\)"),
+        ("matmul", torch.ones(64), w, r"matmul takes x \(\.\.\., M, K\)"),
+        ("matmul", torch.ones(3, 5, 64), w, "batch dimensions differ"),
+    ):
+        refused(ValueError, f"explain: .*{message}", partial(nb.explain, op, given, fitting))
+    refused(ValueError, "explain: bmm has no bias", lambda: nb.explain("bmm", x, w, torch.ones(2, 8)))
+    rotated = nb.quantize(torch.randn(8, 64), nb.NVFP4, rotation=32)
+    assert nb.explain("linear", torch.ones(2, 64).bfloat16(), rotated).problem.a == "fp32", "as x is once it is rotated"
     explanation = nb.explain("bmm", torch.ones(2, 3, 64), weights("mxfp4", 2, 8, 64))
     assert explanation.problem.L == 2
 

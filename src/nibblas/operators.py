@@ -6,7 +6,7 @@ matrices ([L,] rows, K), none of them rotated.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, lru_cache
 from importlib.util import find_spec
 
@@ -124,7 +124,12 @@ def launch_linear(
         return
     kernel = choose(linear_problem(a, b, bias, out.dtype, batch_invariant), b.device, name)
     with on_device(b.device):
-        launch_each(kernel, a, b, bias, out)
+        launch_each(kernel, a, b, _side_by_side(bias), out)
+
+
+def _side_by_side(t: Tensor | None) -> Tensor | None:
+    """A bias as kernels read it."""
+    return t if t is None or t.is_contiguous() else t.contiguous()
 
 
 def launch_each(kernel: Kernel, a: Operand, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
@@ -144,14 +149,14 @@ def bind_linear(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) ->
     """
     kernel, index = choose(linear_problem(a, b, bias, out.dtype), b.device), b.device.index
     a_shape, out_shape = a.shape, out.shape
-    if kernel.bind is not None:
+    if kernel.bind is not None and (bias is None or bias.is_contiguous()):  # a copy would not see what is written to it
         launch = kernel.bind(a, b, bias, out)
     else:
 
         def launch(a: Tensor, out: Tensor) -> None:
             if a.ndim != 2:
                 a, out = a.view(a_shape), out.view(out_shape)
-            kernel.launch(a, b, bias, out)
+            kernel.launch(a, b, _side_by_side(bias), out)
 
     if b.device.type != "cuda":
         return launch
@@ -183,9 +188,13 @@ def launch_grouped(
             )
     if not out.numel():
         return
+    if not w.data.shape[0]:
+        out.zero_()
+        return
     problem = product_problem("grouped_linear", x, w, bias, out.dtype, G=w.data.shape[0])
     with on_device(w.device):
-        choose(problem, w.device, name).launch(x, w, offsets, bias, out, linear=best_linear)
+        kernel = choose(problem, w.device, name)
+        kernel.launch(x, w, offsets.contiguous(), _side_by_side(bias), out, linear=best_linear)
 
 
 def launch_gated(
@@ -201,17 +210,34 @@ def launch_gated(
     if not out.numel():
         return
     problem = product_problem("gated_linear", x, w_up, bias_gate, out.dtype)
+    w_gate = w_gate.with_layout(w_up.layout, w_up.data_layout)
     with on_device(w_up.device):
         kernel = choose(problem, w_up.device, name)
-        kernel.launch(x, w_gate, w_up, bias_gate, bias_up, activation, out, linear=best_linear)
+        biases = _side_by_side(bias_gate), _side_by_side(bias_up)
+        kernel.launch(x, w_gate, w_up, *biases, activation, out, linear=best_linear)
 
 
 _LIBRARY = torch.library.Library("nibblas", "DEF")
 
 
+def _outside_autocast(implementation: Callable) -> Callable:
+    """Autocast would narrow the products of torch that an implementation is made of."""
+
+    def run(*arguments):
+        active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        if not active:
+            return implementation(*arguments)
+        with ExitStack() as stack:
+            for device in active:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return implementation(*arguments)
+
+    return run
+
+
 def _define(name: str, arguments: str, returns: str, implementation: Callable, fake: Callable) -> None:
     _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _outside_autocast(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"nibblas::{name}", fake, lib=_LIBRARY)
 
 

@@ -1,6 +1,6 @@
 """The public operations: each checks its operands and calls the operator of the same name (operators.py)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +19,13 @@ from nibblas.quantize import dequantize as plain_dequantize
 from nibblas.tensor import ScaledTensor
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-EXPLAINED = ("linear", "matmul", "bmm", "grouped_linear", "gated_linear")  # operations, by `explain`
+EXPLAINED = {  # by `explain`: operations, and what they take
+    "linear": "x (..., K) and w (N, K)",
+    "matmul": "x (..., M, K) and w (..., N, K)",
+    "bmm": "x (L, M, K) and w (L, N, K)",
+    "grouped_linear": "x (M, K) and w (G, N, K)",
+    "gated_linear": "x (..., K) and w (N, K)",
+}
 
 
 def _check_tensor(op: str, name: str, t: Tensor | None) -> None:
@@ -39,10 +45,14 @@ def _check_operands(
     op: str,
     x: Operand,
     *weights: ScaledTensor,
-    biases: Sequence[Tensor | None] = (),
+    biases: Mapping[str, Tensor | None] | None = None,
     others: Sequence[Tensor | ScaledTensor | None] = (),
 ) -> None:
-    """Equal K, usable dtypes, biases each None or of its weights' (.., N), and one device for all and `others`."""
+    """Equal K, usable dtypes, biases each None or of its weights' (.., N), and one device for all and `others`.
+
+    biases : by name, in the order of the weights.
+    """
+    biases = biases or {}
     if not isinstance(x, Tensor | ScaledTensor):
         raise TypeError(f"{op}: x is a {type(x).__name__}, need a Tensor or a ScaledTensor")
     operand_name(x, op)
@@ -51,21 +61,21 @@ def _check_operands(
     for w in weights:
         if x.shape[-1] != w.shape[-1]:
             raise ValueError(f"{op}: K differs: x has shape {tuple(x.shape)}, the weights {tuple(w.shape)}")
-    for w, bias in zip(weights, biases, strict=False):
-        _check_bias(op, w, bias)
-    devices = {str(t.device) for t in (x, *weights, *biases, *others) if t is not None}
+    for w, (name, bias) in zip(weights, biases.items(), strict=False):
+        _check_bias(op, name, w, bias)
+    devices = {str(t.device) for t in (x, *weights, *biases.values(), *others) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"{op}: operands are on different devices: {', '.join(sorted(devices))}")
 
 
-def _check_bias(op: str, w: ScaledTensor, bias: Tensor | None) -> None:
+def _check_bias(op: str, name: str, w: ScaledTensor, bias: Tensor | None) -> None:
     if bias is None:
         return
-    _check_tensor(op, "bias", bias)
+    _check_tensor(op, name, bias)
     if bias.shape != w.shape[:-1]:
-        raise ValueError(f"{op}: bias has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
+        raise ValueError(f"{op}: {name} has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
     if bias.dtype not in DTYPE_NAMES:
-        raise TypeError(f"{op}: bias has dtype {bias.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
+        raise TypeError(f"{op}: {name} has dtype {bias.dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
 
 
 def _check_kernel(op: str, kernel: str | None) -> None:
@@ -93,15 +103,25 @@ def _check_out(
             f"{op}: out is {out.dtype} {tuple(out.shape)} on {out.device}, "
             f"need {dtype} {tuple(shape)} on {given[0].device}"
         )
-    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if _overlaps_itself(out):
         raise ValueError(f"{op}: out has strides {out.stride()}, need memory of its own for each element")
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*given, out)):
         raise RuntimeError(f"{op}: out= keeps no gradient; drop it, or call under torch.no_grad()")
     if torch.compiler.is_compiling():
         return  # Addresses are not known while tracing; functionalization keeps the buffers apart.
     parts = [p for t in given for p in ((t,) if isinstance(t, Tensor) else (t.data, t.scale, t.global_scale))]
     if any(part is not None and _overlap(out, part) for part in parts):
         raise ValueError(f"{op}: out shares memory with an operand, need a buffer of its own")
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether elements of t may lie in one place: a dimension is stepped through within the span of smaller ones."""
+    span = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
+        if stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -203,7 +223,7 @@ def _linear(
     batch_invariant: bool,
 ) -> Tensor:
     _check_weights(op, "w", w, 2)
-    _check_operands(op, x, w, biases=(bias,))
+    _check_operands(op, x, w, biases={"bias": bias})
     _check_kernel(op, kernel)
     dtype = _out_dtype(op, x, out, out_dtype)
     shape = (*x.shape[:-1], w.shape[0])
@@ -249,6 +269,7 @@ def matmul(
         if not isinstance(t, Tensor | ScaledTensor) or t.ndim < 2:
             got = tuple(t.shape) if isinstance(t, Tensor | ScaledTensor) else type(t).__name__
             raise ValueError(f"matmul: {name} is {got}, need (..., rows, K)")
+    _check_batches("matmul", a, b)
     if not isinstance(b, ScaledTensor):
         # Only the second operand of a kernel is always FP4: c.T = b @ a.T.
         dtype = _out_dtype("matmul", b, out, out_dtype)
@@ -258,8 +279,6 @@ def matmul(
         _check_out("matmul", out, transposed.shape, dtype, (a, b))
         return out.copy_(transposed)
     _check_operands("matmul", a, b)
-    if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
-        raise ValueError(f"matmul: batch dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}")
     if b.ndim == 2 and _has_one_scale(a):
         return _linear("matmul", a, b, None, out, out_dtype, kernel, batch_invariant)
     _check_kernel("matmul", kernel)
@@ -275,6 +294,15 @@ def matmul(
             return out
     c = torch.ops.nibblas.linear(*flat, dtype).reshape(shape)
     return c if out is None else out.copy_(c)
+
+
+def _check_batches(op: str, a: Operand, b: Operand) -> None:
+    """Of a (..., M, K) and b (..., N, K): equal K, equal batch dimensions or none."""
+    shapes = f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}"
+    if a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"{op}: K differs: {shapes}")
+    if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
+        raise ValueError(f"{op}: batch dimensions differ: {shapes}")
 
 
 def _as_batch(t: Operand, batch: torch.Size) -> Operand:
@@ -324,7 +352,7 @@ def grouped_linear(
     op = "grouped_linear"
     _check_weights(op, "w", w, 3)
     _check_tensor(op, "offsets", offsets)
-    _check_operands(op, x, w, biases=(bias,), others=(offsets,))
+    _check_operands(op, x, w, biases={"bias": bias}, others=(offsets,))
     _check_kernel(op, kernel)
     if x.ndim != 2:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}, need (M, K)")
@@ -384,7 +412,7 @@ def gated_linear(
         raise ValueError(f"{op}: w_gate {w_gate} and w_up {w_up} differ in shape, format or rotation")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
-    _check_operands(op, x, w_gate, w_up, biases=(bias_gate, bias_up))
+    _check_operands(op, x, w_gate, w_up, biases={"bias_gate": bias_gate, "bias_up": bias_up})
     _check_kernel(op, kernel)
     dtype = _out_dtype(op, x, out, out_dtype)
     shape = (*x.shape[:-1], w_up.shape[0])
@@ -440,9 +468,9 @@ def moe(
         )
     for name, t in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
         _check_tensor(op, name, t)
-    _check_bias(op, w_down, bias_down)
+    _check_bias(op, "bias_down", w_down, bias_down)
     others = (w_down, bias_down, expert_ids, expert_weights)
-    _check_operands(op, x, w_gate, w_up, biases=(bias_gate, bias_up), others=others)
+    _check_operands(op, x, w_gate, w_up, biases={"bias_gate": bias_gate, "bias_up": bias_up}, others=others)
     if x.ndim != 2:
         raise ValueError(f"{op}: x is {tuple(x.shape)}, need (T, {H})")
     _check_kernel(op, kernel)
@@ -626,22 +654,31 @@ def explain(
 ) -> Explanation:
     """How the dispatcher decides: every kernel of the op, why it can't run or what it should take, and the floor.
 
-    `op` is "linear" (x (..., K), w (N, K)), "matmul" / "bmm" (x (L, M, K), w (L, N, K)), "grouped_linear" (x (M, K),
-    w (G, N, K)) or "gated_linear" (x (..., K), w (N, K), the gate's or the other). out_dtype and batch_invariant as in
-    `linear`, batch_invariant of linear products alone. Print the result.
+    `op` is linear, matmul, bmm, grouped_linear or gated_linear; x and w (of a gated product either one) are as that
+    takes them, bias is of all but matmul and bmm, batch_invariant of linear, matmul and bmm. Print the result.
     """
     if op not in EXPLAINED:
-        raise ValueError(f"explain: op is {op!r}, need {', '.join(EXPLAINED[:-1])} or {EXPLAINED[-1]}")
-    ndim = {"linear": 2, "gated_linear": 2, "grouped_linear": 3}.get(op)
-    _check_weights("explain", "w", w, ndim)
-    _check_operands("explain", x, w, biases=(bias,))
+        raise ValueError(f"explain: op is {op!r}, need one of {', '.join(EXPLAINED)}")
+    is_batch, has_invariant = op in ("matmul", "bmm"), op in ("linear", "matmul", "bmm")
+    if (is_batch and bias is not None) or (batch_invariant and not has_invariant):
+        raise ValueError(f"explain: {op} has no {'bias' if is_batch else 'batch_invariant'}")
+    _check_weights("explain", "w", w, None)
+    _check_operands("explain", x, w)
+    fits = {
+        "matmul": x.ndim >= 2 and w.ndim >= 2,
+        "bmm": x.ndim == 3 and w.ndim == 3,
+        "grouped_linear": x.ndim == 2 and w.ndim == 3,
+    }
+    if not fits.get(op, w.ndim == 2):
+        raise ValueError(f"explain: x has shape {tuple(x.shape)}, w {tuple(w.shape)}; {op} takes {EXPLAINED[op]}")
+    _check_bias("explain", "bias", w, bias)
+    if is_batch:
+        _check_batches("explain", x, w)
     dtype = _out_dtype("explain", x, None, out_dtype)
+    x, w = _enter("explain", x, w)
     if op in ("grouped_linear", "gated_linear"):
-        if batch_invariant:
-            raise ValueError(f"explain: {op} has no batch_invariant")
-        x = _as_matrix("explain", x)
         G = w.shape[0] if op == "grouped_linear" else 1
-        return explain_problem(product_problem(op, x, w, bias, dtype, G=G), w.device)
+        return explain_problem(product_problem(op, _as_matrix("explain", x), w, bias, dtype, G=G), w.device)
     if w.ndim == 2 and (op == "linear" or _has_one_scale(x)):
         x = _as_matrix("explain", x)
     else:

@@ -6,7 +6,7 @@ for each operation that is a product: how it calls a kernel, what torch does in 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, pairwise
 
 import torch
@@ -183,6 +183,16 @@ class GatedLinear(Operands):
 
     op = "gated_linear"
 
+    def __init__(self, a: Activations, b: ScaledTensor, out: torch.dtype, beyond: int):
+        super().__init__(a, b, out, beyond)
+        self._pairs: dict[Layouts, Iterator[tuple[ScaledTensor, ScaledTensor]]] = {}
+
+    def pairs(self, layouts: Layouts) -> Iterator[tuple[ScaledTensor, ScaledTensor]]:
+        """The gate's and the other weights of the next copy, one iterator for all kernels: see Rotation."""
+        if layouts not in self._pairs:
+            self._pairs[layouts] = cycle([(w[0], w[1]) for w in self.weights(layouts).copies])
+        return self._pairs[layouts]
+
     def _answer(self, M: int) -> tuple[Tensor, Tensor]:
         rows = self.rows(M)
         (gate, up), (gate_size, up_size) = reference.matmul(rows, self.b), reference.magnitude(rows, self.b)
@@ -191,7 +201,7 @@ class GatedLinear(Operands):
         return reference.gated_activation(gate, up), size
 
     def call(self, kernel: Kernel, problem: Problem) -> Callable[[Tensor], None]:
-        rows, pairs = self.rows(problem.M), cycle([(w[0], w[1]) for w in self.weights(problem.b_layouts).copies])
+        rows, pairs = self.rows(problem.M), self.pairs(problem.b_layouts)
         return lambda out: kernel.launch(rows, *next(pairs), None, None, "silu", out, linear=best_linear)
 
     def of_torch(self, x: Tensor) -> Callable[[Tensor], Tensor]:
@@ -234,6 +244,8 @@ def drawn(
     else:
         a = torch.randn(*([batch] if batch else []), most, K, generator=generator).to(out).to(device)
     b = matrices({"grouped_linear": G, "gated_linear": 2}.get(op, batch), N)
+    if op == "gated_linear" and b.global_scale is not None:
+        b.global_scale.div_(math.sqrt(K))  # two sums of K are multiplied, and fp16 ends at 65,504
     found = kind(a, b, out, beyond)
     if isinstance(found, GroupedLinear):  # groups without rows are not read, and make no copy cold
         found.beyond = math.ceil(beyond / min(found.share(M) for M in Ms))

@@ -29,13 +29,12 @@ def launch(
 ) -> None:
     """Rows offsets[g]:offsets[g+1] of x (M, K) meet w[g] (N, K) and bias[g] (N,); rows of no group become zero.
 
-    Layouts, dtypes and errors as in cpu_linear.linear; offsets (G+1,) ascending within 0..M. `linear` is not needed.
+    Layouts, dtypes and errors as in cpu_linear.linear; offsets (G+1,) ascending within 0..M, for at least one group.
+    `linear` is not needed.
     """
     bounds = offsets.tolist()
     out[: bounds[0]].zero_()
     out[bounds[-1] :].zero_()
-    if len(bounds) == 1:
-        return
     if not (w.data[0].is_contiguous() and w.scale[0].is_contiguous()):
         w = w.contiguous()
     bias = None if bias is None else bias.contiguous()

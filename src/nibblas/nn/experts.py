@@ -80,7 +80,12 @@ class FP4Experts(PackedModule):
                 f"FP4Experts: w_gate is {tuple(w_gate.shape)}, w_up {tuple(w_up.shape)}, w_down {tuple(w_down.shape)}; "
                 "need (E, I, H), (E, I, H), (E, H, I)"
             )
+        if not len(w_gate):
+            raise ValueError("FP4Experts: w_gate holds no expert, need at least one")
         biases = {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down}
+        for name, bias in biases.items():
+            if bias is not None:
+                check_tensor("FP4Experts", name, bias)
         if len({bias is None for bias in biases.values()}) > 1:
             raise ValueError("FP4Experts: some of bias_gate, bias_up, bias_down are given, need all or none")
         E, I, H = w_gate.shape
@@ -101,7 +106,7 @@ class FP4Experts(PackedModule):
                 need = (E, H) if name == "bias_down" else (E, I)
                 if tuple(bias.shape) != need:
                     raise ValueError(f"FP4Experts: {name} has shape {tuple(bias.shape)}, need {need}")
-                setattr(experts, name, nn.Parameter(bias.detach(), requires_grad=bias.requires_grad))
+                setattr(experts, name, nn.Parameter(_of_its_own(bias), requires_grad=bias.requires_grad))
         for name, dense in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
             parts = [ops.quantize(m, format, scale_rule=scale_rule, rotation=rotation) for m in dense.detach()]
             experts.scale_rule = parts[0].scale_rule
@@ -134,6 +139,13 @@ class FP4Experts(PackedModule):
         parts += [f"scale_rule={self.scale_rule!r}"] if self.scale_rule else []
         parts += [f"rotation={self.rotation}"] if self.rotation else []
         return ", ".join(parts)
+
+
+def _of_its_own(t: Tensor) -> Tensor:
+    """The very memory of t if that is all of its storage, else a copy: safetensors takes no parts of others."""
+    t = t.detach()
+    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
+    return t if whole else t.clone(memory_format=torch.contiguous_format)
 
 
 class TransformersExperts(FP4Experts):

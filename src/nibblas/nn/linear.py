@@ -72,12 +72,28 @@ class _Bound(NamedTuple):
 MOST_BOUND = 16
 
 
+class _QuantizedInput(torch.autograd.Function):
+    """y as it is; a backward that needs x's gradient is refused, since x was quantized on the way to y."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise NotImplementedError(
+            'FP4Linear: with activations="fp4" x has no gradient (inference only); call it under torch.no_grad()'
+        )
+
+
 # The codes and scales that a layer last gave to a state_dict, for the layers that share its weight to give as well.
 _SAVED: WeakKeyDictionary["FP4Linear", tuple[ref, ref]] = WeakKeyDictionary()
 
 
 class FP4Linear(PackedModule):
-    """y = x @ weight.T + bias with an FP4 weight: nn.Linear for inference. Gives a gradient to x and bias.
+    """y = x @ weight.T + bias with an FP4 weight: nn.Linear for inference.
+
+    Gives a gradient to x and bias; where activations are quantized a backward is refused that asks for x's.
 
     Made zero, to load a state_dict into; `from_linear` quantizes an nn.Linear.
 
@@ -271,7 +287,14 @@ class FP4Linear(PackedModule):
     def _bind(self, key: tuple, x: Tensor, y: Tensor) -> None:
         """Keep the product that made y of x for calls like this one, if it is one that can be kept."""
         w, bias = self._unrotated, self.bias
-        if w is None or not y.numel() or self.decoded is not None or self.rotation or self._activations != "none":
+        if (
+            w is None
+            or not y.numel()
+            or not x.numel()
+            or self.decoded is not None
+            or self.rotation
+            or self._activations != "none"
+        ):
             return
         at, place = 0 if bias is None else bias.data_ptr(), (tuple(y.shape), y.stride(), y.device.type)
         bound = _Bound(lambda x, y: None, w, bias, at, *place, age())
@@ -294,13 +317,14 @@ class FP4Linear(PackedModule):
         if torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
                 return self.forward(x.to(torch.get_autocast_dtype(device.type)))
-        y = self._multiply(x.reshape(-1, self.in_features), x.dtype)
+        y = self._multiply(x.reshape(x.shape[:-1].numel(), self.in_features), x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if self._activations == "fp4":
             a = ops.quantize(rows, self.format, rotation=self.rotation)
-            return ops.linear(a, self.weight_scaled, self.bias, out_dtype=dtype)
+            y = ops.linear(a, self.weight_scaled, self.bias, out_dtype=dtype)
+            return _QuantizedInput.apply(rows, y) if torch.is_grad_enabled() and rows.requires_grad else y
         if self.rotation:
             rows = rotate(rows, self.rotation)
         return self._packed(rows, dtype) if self.decoded is None else self._dense(rows, self.decoded, dtype)

@@ -135,7 +135,7 @@ class PackedModule(nn.Module):
         """Called after weights were stored for this kernel, the best for this problem."""
 
     def _expected_activations(self) -> str:
-        return DTYPE_NAMES.get(self.dtype, "fp32")
+        return "fp32" if self.rotation else DTYPE_NAMES.get(self.dtype, "fp32")  # a rotated x is fp32
 
     def _apply(self, fn, recurse=True):
         exact = {name: getattr(self, name + PARTS[2]) for name in self._shapes}
