@@ -1,4 +1,4 @@
-"""Sizes of this machine's caches and of its free memory, and in which pages tensors lie."""
+"""Sizes of this machine's caches and of its free memory, want of it, and in which pages tensors lie."""
 
 import ctypes
 import os
@@ -55,3 +55,9 @@ def use_huge_pages(tensor: Tensor) -> None:
         madvise = ctypes.CDLL(None).madvise
         for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):  # pages to come, and those that are there
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory; torch has no exception of its own for that of a CPU."""
+    words = "can't allocate memory", "not enough memory"
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)

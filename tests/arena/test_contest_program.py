@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from arena_records import GOOD
 
 from nibblas import evidence
@@ -12,6 +13,7 @@ from nibblas.arena import record as records
 from nibblas.arena import run as arena_run
 from nibblas.arena.new import new
 from nibblas.arena.record import Comparison, PairedRatio
+from nibblas.roofline import device_name
 
 
 @pytest.fixture
@@ -38,7 +40,13 @@ def runs(monkeypatch):
         done.append((task.name, options.mode, submission.main, against.path.name, resumed is not None))
         if task.name == "broken":
             raise RuntimeError("no worker")
-        found = replace(GOOD, task=replace(GOOD.task, name=task.name), complete=True)
+        found = replace(
+            GOOD,
+            task=replace(GOOD.task, name=task.name, files=task.digests),
+            submission=submission.facts,
+            environment=replace(GOOD.environment, device=device_name(torch.device("cpu"))),
+            complete=True,
+        )
         records.write(found, path)
         return found
 
@@ -73,7 +81,7 @@ def test_complete_records_are_kept_and_others_resumed(checkout, runs, tmp_path):
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")
     assert len(runs) == 1
-    path = kept / "nvfp4_gemv.json"
+    path = kept / "nvfp4_gemv.cpu.json"
     records.write(replace(records.read(path), complete=False), path)
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")
     assert [resumes for *_, resumes in runs] == [False, True]

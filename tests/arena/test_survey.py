@@ -5,12 +5,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from nibblas.arena import record as records
 from nibblas.arena import run as arena_run
 from nibblas.arena.new import new
 from nibblas.arena.record import CaseResult, Environment, Protocol, Record, Seed, Statistics, TaskFacts
 from nibblas.arena.survey import entries, survey, table
+from nibblas.roofline import device_name
 
 
 @pytest.fixture
@@ -36,9 +38,9 @@ def recorded(task, submission, options, path, **_):
         when="2026-01-02T00:00:00+00:00",
         command="",
         mode=options.mode,
-        task=TaskFacts(task.name, {}),
+        task=TaskFacts(task.name, task.digests),
         submission=submission.facts,
-        environment=Environment("a CPU", "cpu", 2, "", "", "", ""),
+        environment=Environment(device_name(torch.device("cpu")), "cpu", 2, "", "", "", ""),
         isolation={},
         protocol=Protocol(options.mode, (Seed("0" * 64),)),
         stand_ins=("aiter.gemm_a4w4", "aiter.mla.mla_decode_fwd"),
@@ -98,6 +100,18 @@ def test_what_has_a_record_is_not_run_again(checkout, runs, tmp_path):
     assert [entry.problem for entry in survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")] == ["b/good"]
 
 
+def test_a_record_of_another_device_or_of_another_submission_is_made_anew(checkout, runs, tmp_path, monkeypatch):
+    survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
+    assert len(runs) == 2
+    baseline = checkout / "problems/b/good/submission.py"
+    baseline.write_text(baseline.read_text() + "# faster\n")
+    survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
+    assert len(runs) == 4
+    monkeypatch.setattr("nibblas.arena.survey.device_name", lambda device: "another CPU")
+    survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
+    assert len(runs) == 6
+
+
 def test_a_problem_that_can_not_run_here_stands_on_one_line(checkout, runs, tmp_path, monkeypatch):
     def impossible(task, submission, options, path, **_):
         record = recorded(task, submission, options, path)
@@ -111,7 +125,8 @@ def test_a_problem_that_can_not_run_here_stands_on_one_line(checkout, runs, tmp_
 def test_table(checkout, runs, tmp_path):
     found = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "")
     lines = table(found).splitlines()
-    assert lines[0] == "2 of 3 submissions passed all their tests; a CPU, 2 threads; 2026-01-02."
+    machine = device_name(torch.device("cpu"))
+    assert lines[0] == f"2 of 3 submissions passed all their tests; {machine}, 2 threads; 2026-01-02."
     cells = [[cell.strip() for cell in line.split(" | ")] for line in lines[4:]]
     assert cells[0][:3] == ["| a/missing", "baseline", "incompatible here"]
     assert "imports module_of_tomorrow; stand-ins: aiter |" in cells[0][-1]
@@ -170,7 +185,7 @@ def test_a_fault_of_the_arena_is_told_and_the_survey_goes_on(checkout, tmp_path,
 def test_a_record_that_can_not_be_read_stands_for_itself(checkout, runs, tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
-    (kept / "b.good.baseline.test.json").write_text("{}")
+    (kept / "b.good.baseline.test.cpu.json").write_text("{}")
     (entry, *_) = survey(checkout, kept, "cpu", 1.0, 60.0, "^b/")
     assert runs == []
     assert entry.cells()[-1].startswith("the record can't be read here: ")

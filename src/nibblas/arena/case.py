@@ -149,21 +149,31 @@ class CaseRun:
         return True
 
     def trace(self, result: CaseResult) -> CaseResult:
-        """That result with what a profiler sees of one more call, which is checked as all others are; or FaultError."""
-        run, contestant, index = self.run, self.contestant, result.calls
+        """That result with what a profiler sees of one more call; or FaultError.
+
+        A call like others comes before it, since the worker may be new, and what a first call sets up is not wanted.
+        Both are checked as all are.
+        """
+        run, contestant = self.run, self.contestant
         timer = run.record.protocol.timer
         contestant.start()
-        with self._made(index, secret=True, hardened=False, anew=True) as made:
-            call = contestant.call(made, run.judge.room, run.device.type, elsewhere=False, inspect=False, traced=True)
-            good, message, _ = run.judge.check(call.returned, measure=False)
-        event = timing.nanoseconds(call.spans, contestant.timers)[timer]
-        found = timing.traced(call.work, event)
-        finding = timing.untraced_work(found, result.samples, timer)
-        findings = result.findings if finding is None else (*result.findings, finding)
-        result = replace(result, traced=found, findings=findings, calls=result.calls + 1)
-        if good:
-            return result
-        return replace(result, verdict="wrong", message=f"call {index}, with a secret seed: {message}", statistics=None)
+        for traced in (False, True):
+            index = result.calls
+            with self._made(index, secret=True, hardened=False, anew=not traced) as made:
+                call = contestant.call(
+                    made, run.judge.room, run.device.type, elsewhere=False, inspect=False, traced=traced
+                )
+                good, message, _ = run.judge.check(call.returned, measure=False)
+            result = replace(result, calls=index + 1)
+            if traced:
+                found = timing.traced(call.work, timing.nanoseconds(call.spans, contestant.timers)[timer])
+                finding = timing.untraced_work(found, result.samples, timer)
+                findings = result.findings if finding is None else (*result.findings, finding)
+                result = replace(result, traced=found, findings=findings)
+            if not good:
+                message = f"call {index}, with a secret seed: {message}"
+                return replace(result, verdict="wrong", message=message, statistics=None)
+        return result
 
     def profile(self) -> None:
         """One call, checked like others, then one under torch's profiler and, on a GPU, one under ncu if it is here."""
@@ -174,7 +184,16 @@ class CaseRun:
             self.report = contestant.profile(made)
             counters = shutil.which("ncu") if self.run.device.type == "cuda" else None
             if counters is not None:
-                runner = (counters, "--profile-from-start", "off", "--target-processes", "all", "--details-all")
+                runner = (
+                    counters,
+                    "--clock-control",
+                    "none",
+                    "--profile-from-start",
+                    "off",
+                    "--target-processes",
+                    "all",
+                    "--details-all",
+                )
                 counted = replace(contestant, runner=runner, sandbox=None)
                 try:
                     counted.start()

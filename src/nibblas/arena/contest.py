@@ -18,7 +18,7 @@ from nibblas.arena.measurements import measurements
 from nibblas.arena.problem import ArenaError, read_task
 from nibblas.arena.record import CaseResult, Record
 from nibblas.arena.submission import read_submission
-from nibblas.arena.survey import brief, kept_run, markdown, sizes, times, where_and_when
+from nibblas.arena.survey import brief, device_of, kept_run, markdown, sizes, times, where_and_when
 from nibblas.generated import ROOT, Part
 
 MODULE = "nibblas.arena.contest"
@@ -86,7 +86,9 @@ def _run(
     except ArenaError as error:
         return str(error)
     options = Options("benchmark", device, budget=budget, command=f"python -m {MODULE}, {name}")
-    return kept_run(folder / f"{name}.json", seconds, task, entry, options, against=baseline, resumes=True)
+    return kept_run(
+        folder / f"{name}.{device.split(':')[0]}.json", seconds, task, entry, options, against=baseline, resumes=True
+    )
 
 
 def table(found: list[Entry]) -> str:
@@ -120,6 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     if not (given.checkout / "problems").is_dir():
         parser.error(f"{given.checkout} has no folder problems")
+    given.device = device_of(parser, given.device)
     found = contest(given.checkout, given.records, given.device, given.budget, given.seconds, given.only)
     if given.evidence is not None:
         print(f"{given.evidence}: {add_evidence(found, given.evidence)} rows added", file=sys.stderr)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nibblas.arena.products import exact_products
 from nibblas.arena.record import Errors
-from nibblas.memory import free_memory
+from nibblas.memory import free_memory, is_out_of_memory
 
 # Dtypes without arithmetic: their bytes are compared.
 _CODES = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
@@ -64,6 +64,8 @@ def passes(check: Callable[[Any, Any], Any], data: Any, output: Any) -> tuple[bo
     try:
         result = check(data, output)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return False, f"the problem's check failed: {type(error).__name__}: {error}"
     if isinstance(result, str):
         return not result, result

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +40,11 @@ from nibblas.arena.wire import (
     storage_bytes,
     unpack,
 )
+from nibblas.memory import is_out_of_memory
 
 MAX_TEXT = 8000  # characters of a message that are sent
 PARTS = 8  # of a storage, each of which may matter or not
+BLOCK = 4096  # bytes of a part that are changed to see
 LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
 
 
@@ -126,7 +129,10 @@ class Judge:
         tensors = correctness.named_tensors(self.data, "data")
         self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
         if one * 2 < probing:
-            facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, probing)
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, probing)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the workers want the same memory
         return facts
 
     def room(self, request: dict) -> dict:
@@ -177,8 +183,9 @@ def _errors(output: Any, answer: correctness.Answer) -> tuple[Errors, ...]:
 def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> int | None:
     """Bytes of the data that the reference's answer was seen to depend on; None where it is another one each time.
 
-    Parts of storages are zeroed in turn, of large ones first, as long as there is time: what was not tried, or made no
-    difference, is not counted. So it is a lower bound of what every right kernel has to read.
+    A small block at random of each of the PARTS of a storage is zeroed in turn, of large storages first, as long as
+    there is time. Where all of them make a difference all of the storage counts, else the share of those that did, less
+    one for luck. What was not tried counts nothing. So it is rarely more than what every right kernel has to read.
     """
 
     def answer(changed: int, part: slice) -> list[Tensor] | None:
@@ -187,7 +194,9 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
             storage_bytes(storages[changed])[part] = 0
         try:
             return list(correctness.named_tensors(ref_kernel(unpack(parcel.skeleton, storages)), "result").values())
-        except Exception:  # whatever a reference raises on data that makes no sense
+        except Exception as error:  # whatever a reference raises on data that makes no sense
+            if is_out_of_memory(error):
+                raise
             return None
 
     def differs(tensors: list[Tensor] | None) -> bool:
@@ -200,11 +209,20 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
     sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages)}
     for number in sorted(sizes, key=sizes.__getitem__, reverse=True):
         step = -(-sizes[number] // PARTS)
-        for at in range(0, sizes[number], step or 1):
-            part = slice(at, min(at + step, sizes[number]))
-            if time.monotonic() < deadline and differs(answer(number, part)):
-                total += part.stop - part.start
+        tried = [
+            differs(answer(number, _block(at, min(at + step, sizes[number]))))
+            for at in range(0, sizes[number], step or 1)
+            if time.monotonic() < deadline
+        ]
+        share = sum(tried) if all(tried) else max(sum(tried) - 1, 0)
+        total += min(share * step, sizes[number])
     return total
+
+
+def _block(start: int, end: int) -> slice:
+    """At most BLOCK bytes at a random place of a part."""
+    at = random.randrange(start, max(end - BLOCK, start) + 1)
+    return slice(at, min(at + BLOCK, end))
 
 
 def _replaced(room: Room | None, nbytes: int, writable: bool) -> Room:

@@ -83,7 +83,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Process:
-    """What /proc tells of a process: bytes held, threads, seconds of CPU time."""
+    """What /proc tells of a process: bytes of its own memory, threads, seconds of CPU time."""
 
     pid: int
     parent: int
@@ -112,11 +112,13 @@ def _process(pid: int) -> Process | None:
         if fields[0] in b"ZX":
             return None
         is_launcher = os.fsencode(__file__) in _read(f"/proc/{pid}/cmdline").split(b"\0")
+        _, resident, shared, *_ = _read(f"/proc/{pid}/statm").split()
     except OSError:
         return None
     page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     ran = (int(fields[11]) + int(fields[12])) / tick
-    return Process(pid, int(fields[1]), int(fields[21]) * page, int(fields[17]), ran, is_launcher)
+    own = (int(resident) - int(shared)) * page
+    return Process(pid, int(fields[1]), own, int(fields[17]), ran, is_launcher)
 
 
 def _read(path: str) -> bytes:
@@ -131,6 +133,7 @@ def _read(path: str) -> bytes:
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE = {"files": 0x00020000, "ipc": 0x08000000, "network": 0x40000000, "processes": 0x20000000}
 _CLONE_NEWUSER = 0x10000000
+_MNT_DETACH = 2
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18,
 )  # fmt: skip
@@ -404,6 +407,14 @@ def _new_devices() -> None:
     nodes = [node for node in os.listdir("/dev") if node in DEVICES or node.startswith("nvidia")]
     kept = {f"/dev/{node}": os.open(f"/dev/{node}", os.O_PATH) for node in nodes}
     _mount("tmpfs", "/dev", "tmpfs", _MS_NOSUID, "mode=755")
+    try:
+        _fill_devices(kept)
+    except OSError:
+        _call("umount2", b"/dev", ctypes.c_int(_MNT_DETACH))  # half of a /dev is worse than the old one
+        raise
+
+
+def _fill_devices(kept: Mapping[str, int]) -> None:
     for path, fd in kept.items():
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             os.mkdir(path)

@@ -17,7 +17,7 @@ from typing import Any
 from nibblas.arena.launcher import KINDS, Process
 from nibblas.arena.problem import Task
 from nibblas.arena.record import CaseVerdict, Errors, Finding
-from nibblas.arena.sandbox import ExcessError, Sandbox
+from nibblas.arena.sandbox import ExcessError, Sandbox, python_path
 from nibblas.arena.submission import Submission, incompatibility
 from nibblas.arena.wire import MAX_REPLY, Channel, ProtocolError, Returned, UnsendableError, checked
 
@@ -83,7 +83,7 @@ class JudgeProcess:
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,
         )
         theirs.close()
@@ -337,8 +337,9 @@ class Contestant:
     def _prepare(self, made: Made, elsewhere: bool) -> None:
         reply = self._ask("prepare", self.seconds, [made.fd], parcel=made.parcel, elsewhere=elsewhere)
         if "not_taken" in reply:
-            room = "" if self.memory is None else f", of which a submission may have {self.memory / 2**30:.1f} GiB here"
-            why = f"the data takes {made.nbytes / 2**30:.1f} GiB of memory, once or twice{room}"
+            why = f"the data takes {made.nbytes / 2**30:.1f} GiB of memory, once or twice"
+            if self.device == "cpu" and self.memory is not None:
+                why += f", of which a submission may have {self.memory / 2**30:.1f} GiB here"
             raise FaultError("incompatible", f"{why}: {str(reply['not_taken'])[:KEPT_TEXT]}")
 
     def _cpu_ns(self) -> int:

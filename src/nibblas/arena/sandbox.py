@@ -32,7 +32,8 @@ PASSED_ON = (
     "PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "ROCM_HOME", "ROCM_PATH", "HIP_PATH", "HIP_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH", "CUTLASS_PATH", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
+    "MKL_NUM_THREADS", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH",
+    "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[1]
@@ -41,6 +42,12 @@ SYSTEM = {
     "/", "/bin", "/dev", "/etc", "/home", "/lib", "/lib64", "/opt", "/proc", "/sbin", "/sys", "/usr", "/usr/local",
     "/var",
 }  # fmt: skip
+
+
+def python_path() -> str:
+    """PYTHONPATH of the arena's processes: this package, and what this process was given."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(PACKAGE.parent), *(os.path.abspath(path) for path in given if path)])
 
 
 class ExcessError(Exception):
@@ -130,13 +137,16 @@ class Sandbox:
     def _environment(self) -> dict[str, str]:
         folder = str(self.folder)
         own = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        # Tools that are installed beside this Python, such as ninja, though no virtual environment was activated.
+        own["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH", os.defpath)])
         return own | {
             "HOME": folder,
             "TMPDIR": folder,
             "XDG_CACHE_HOME": f"{folder}/.cache",
             "USER": "nobody",
             "LOGNAME": "nobody",
-            "PYTHONPATH": str(PACKAGE.parent),
+            "PYTHONPATH": python_path(),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of processes would stay between the calls
             "NIBBLAS_CACHE": str(cache_dir()),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nibblas.arena import record as records
 from nibblas.arena.problem import ArenaError, Task, read_task
 from nibblas.arena.record import CaseResult, Mode, Record
 from nibblas.arena.show import floor_share
 from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
+from nibblas.roofline import device_called, device_name
 
 if TYPE_CHECKING:
     from nibblas.arena.options import Options
@@ -150,7 +153,8 @@ def _run(
     from nibblas.arena.options import Options
 
     for mode in modes:
-        path = folder / f"{entry.problem.replace('/', '.')}.{entry.kind}.{mode}.json"
+        name = f"{entry.problem.replace('/', '.')}.{entry.kind}.{mode}.{device.split(':')[0]}.json"
+        path = folder / name
         first_only = replace(task, benchmarks=task.benchmarks[:1])
         options = Options(mode, device, budget=budget, command=f"python -m {MODULE}, {mode}")
         found = kept_run(path, seconds, first_only, submission, options)
@@ -174,11 +178,14 @@ def kept_run(
 ) -> Record | str:
     """The record in a file, which is made by a run where it is not there, or, with `resumes`, where it isn't complete.
 
-    A run is stopped after so many seconds, and its record keeps what it has. Where the arena itself fails, why.
+    One of another device, or of other files, is made anew. A run is stopped after so many seconds, and its record keeps
+    what it has. Where the arena itself fails, why.
     """
     from nibblas.arena import run as arena
 
     resumed = _read(path) if path.exists() else None
+    if isinstance(resumed, Record) and not _is_of(resumed, task, submission, options.device):
+        resumed = None
     if isinstance(resumed, str) or (resumed is not None and (resumed.complete or not resumes)):
         return resumed
     try:
@@ -188,6 +195,19 @@ def kept_run(
         traceback.print_exc()
         return f"the arena failed: {type(error).__name__}: {error}"
     return _read(path) if path.exists() else f"not started within {seconds:g} s"
+
+
+def _is_of(record: Record, task: Task, submission: Submission, device: str) -> bool:
+    found = record.task.files, record.submission.files, record.environment.device
+    return found == (task.digests, submission.facts.files, device_name(torch.device(device)))
+
+
+def device_of(parser: argparse.ArgumentParser, name: str) -> str:
+    """The device that a program's --device names, with its number; the parser's error where it is not here."""
+    try:
+        return str(device_called(name))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _read(path: Path) -> Record | str:
@@ -280,6 +300,7 @@ def main() -> None:
     if not (given.checkout / "problems").is_dir():
         parser.error(f"{given.checkout} has no folder problems")
     modes = MODES[:1] if given.tests_only else MODES
+    given.device = device_of(parser, given.device)
     found = survey(given.checkout, given.records, given.device, given.budget, given.seconds, given.only, modes)
     if given.write:
         PARTS[given.device.split(":")[0]].write(table(found))

@@ -27,6 +27,7 @@ from nibblas.arena.device import Device, device_of
 from nibblas.arena.poison import poison_
 from nibblas.arena.standins import StandIns, install
 from nibblas.arena.wire import Channel, bytes_at, describe, map_fd, storage_bytes, unpack, write_tensors
+from nibblas.memory import is_out_of_memory
 
 MAX_TEXT = 8000  # characters of an error or a report that are sent
 FUNCTION = "custom_kernel"
@@ -75,12 +76,15 @@ class Worker:
         if fds:
             try:
                 self._take(map_fd(fds[0]), request["parcel"], request["elsewhere"])
-            except (MemoryError, OSError, RuntimeError) as error:  # of torch, where there is no memory
+            except (MemoryError, OSError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                    raise
                 self.storages = []
                 return {"not_taken": str(error)[:MAX_TEXT]}
         for nbytes in sizes:
             # What the submission allocates next must not find an earlier answer there.
-            torch.empty(nbytes, dtype=torch.uint8, device=self.device.device).fill_(0xFF)
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device.device).fill_(0xFF)
         self.device.settle()
         self.device.synchronize()
         return {}
