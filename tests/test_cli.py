@@ -123,6 +123,10 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
         ["explain", "linear", "--rule", "absmax"],
         ["explain", "quantize", "--rule", "even"],
         ["explain", "quantize", "--bias"],
+        ["explain", "quantize", "--N", "64"],
+        ["explain", "quantize", "1x64x64"],
+        ["explain", "gated_linear", "--batch-invariant"],
+        ["explain", "linear", "1x64x64", "--M", "4"],
         ["explain", "quantize", "--batch-invariant"],
         ["explain", "quantize", "--out", "bf16"],
         ["bench", "--kernels", "no_such_kernel"],
@@ -383,7 +387,7 @@ def measured():
 
 @pytest.mark.parametrize("op", OPS)
 def test_explain(run, measured, op):
-    arguments = ["explain", op, "8x1024x2048", "--threads", "1"]
+    arguments = ["explain", op, "8x2048" if op == "quantize" else "8x1024x2048", "--threads", "1"]
     status, text, err = run(*arguments)
     assert (status, err) == (0, "")
     assert f"{op} M=8 N={0 if op == 'quantize' else 1024} K=2048" in text

@@ -757,9 +757,9 @@ def test_what_shares_a_weight_with_something_else_is_left():
     convert(model, exclude=())
     assert left(model)["lm_head"] == "shares its weight with embed, which is not converted"
     assert model.lm_head.weight is model.embed.weight
-    pair = nn.ModuleDict({"head": linear(), "lm_head": linear()})
-    pair["head"].weight = pair["lm_head"].weight
-    assert left(convert(pair))["head"] == "shares its weight with lm_head, which is not converted"
+    pair = nn.ModuleDict({"first": linear(), "lm_head": linear()})
+    pair["first"].weight = pair["lm_head"].weight
+    assert left(convert(pair))["first"] == "shares its weight with lm_head, which is not converted"
 
 
 def test_layers_that_a_replacement_would_break_are_left():

@@ -340,7 +340,9 @@ def inspect(
 @app.command()
 def explain(
     op: Annotated[str, typer.Argument(help="linear, grouped_linear, gated_linear or quantize.")] = "linear",
-    sizes: Annotated[str, typer.Argument(metavar="[MxNxK]", help="All sizes at once, such as 1x4096x4096.")] = "",
+    sizes: Annotated[
+        str, typer.Argument(metavar="[MxNxK]", help="All sizes at once, such as 1x4096x4096; of quantize MxK.")
+    ] = "",
     M: Annotated[int, typer.Option("--M", min=1, help="Rows of the activations.")] = 1,
     N: Annotated[int, typer.Option("--N", min=1, help="Rows of the weights.")] = 4096,
     K: Annotated[int, typer.Option("--K", min=1, help="What the product sums over.")] = 4096,
@@ -373,15 +375,20 @@ def explain(
 
     if op not in OPS:
         raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
-    if sizes:
-        M, N, K = _sizes(sizes, "MNK")
     quantizes = op == "quantize"
+    if sizes and (M, N, K) != (1, 4096, 4096):
+        raise typer.BadParameter(f"sizes are given twice, as {sizes} and by --M, --N, --K")
+    if sizes and quantizes:
+        M, K = _sizes(sizes, "MK")
+    elif sizes:
+        M, N, K = _sizes(sizes, "MNK")
     unfit = {
+        "--N": quantizes and N != 4096,
         "--L": L > 1 and op != "linear",
         "--G": G > 1 and op != "grouped_linear",
         "--out": out is not None and quantizes,
         "--bias": bias and quantizes,
-        "--batch-invariant": batch_invariant and quantizes,
+        "--batch-invariant": batch_invariant and op != "linear",
         "--rule": rule is not None and not quantizes,
     }
     if any(unfit.values()):

@@ -381,7 +381,8 @@ def grouped_matmul(
     """Independent products of any sizes: [a[g] (M_g, K_g) @ b[g] (N_g, K_g).T for each g]. Arguments as in `matmul`."""
     a, b, out = list(a), list(b), None if out is None else list(out)
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
-        raise ValueError(f"grouped_matmul: lists of {len(a)}, {len(b)} and {out and len(out)} products, need equal")
+        lengths = f"a has {len(a)} matrices, b {len(b)}" + ("" if out is None else f", out {len(out)}")
+        raise ValueError(f"grouped_matmul: {lengths}; need as many in each")
     outs = [None] * len(a) if out is None else out
     return [matmul(x, w, out=c, out_dtype=out_dtype, kernel=kernel) for x, w, c in zip(a, b, outs, strict=True)]
 
@@ -481,7 +482,8 @@ def moe(
         )
     if expert_ids.dtype not in INTEGERS or not expert_weights.is_floating_point():
         raise TypeError(
-            f"{op}: expert_ids are {expert_ids.dtype}, expert_weights {expert_weights.dtype}, need int, float"
+            f"{op}: expert_ids are {expert_ids.dtype}, need integers; "
+            f"expert_weights are {expert_weights.dtype}, need floats"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nibblas import quantize, reference
+from nibblas.arena.lint import lint_problem
 from nibblas.arena.new import TEMPLATE, new
 from nibblas.arena.problem import ArenaError, read_task
 from nibblas.arena.submission import read_submission, why_not
@@ -117,3 +118,12 @@ def test_its_evaluation_speaks_kernelbots_protocol(tmp_path):
         "test.0.status": "pass",
         "check": "pass",
     }
+
+
+def test_lint_finds_no_fault_with_it(tmp_path):
+    """Nor is there a mutant that no input could show: e8m0 scales, for one, have no mantissa to ignore."""
+    found = lint_problem(new("my_product", tmp_path), budget=30.0, kinds=("test",))
+    assert found
+    for case in found:
+        assert (case.weak, case.faults) == ((), ())
+        assert case.mutants["mantissas of scales ignored"] == "none"

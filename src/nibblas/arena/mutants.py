@@ -171,14 +171,19 @@ def _masked_codes(mask: int) -> Callable[[Tensor], bool]:
     return change
 
 
-def _scales(change_codes: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[[Situation], Any]:
-    """Changes the scale codes of inputs that hold FP4 codes too; an 8-bit float elsewhere may be anything."""
+def _scales(change_codes: Callable[[Tensor, torch.dtype], Tensor | None]) -> Callable[[Situation], Any]:
+    """Changes the scale codes of inputs that hold FP4 codes too; an 8-bit float elsewhere may be anything.
+
+    None from change_codes: scales of this dtype have nothing to change.
+    """
 
     def change(t: Tensor) -> bool:
-        if t.dtype in SCALES:
-            codes = t.view(torch.uint8)
-            codes.copy_(change_codes(codes, t.dtype))
-        return t.dtype in SCALES
+        codes = t.view(torch.uint8) if t.dtype in SCALES else None
+        changed = None if codes is None else change_codes(codes, t.dtype)
+        if codes is None or changed is None:
+            return False
+        codes.copy_(changed)
+        return True
 
     def make(s: Situation) -> Any:
         has_codes = any(t.dtype == FP4 for t in named_tensors(s.data, "data").values())
@@ -191,8 +196,8 @@ def _one(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full_like(codes, SCALES[dtype].one)
 
 
-def _power_of_two(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes & 0x78 if dtype == torch.float8_e4m3fn else codes
+def _power_of_two(codes: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return codes & 0x78 if dtype == torch.float8_e4m3fn else None
 
 
 def _second_half_zero(t: Tensor) -> bool:

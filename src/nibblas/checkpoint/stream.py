@@ -51,13 +51,20 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 DEFAULT_INCLUDE = ("*.weight",)
-# Embeddings and heads, routers and gates of experts, norms: small, or their errors reach everything behind them.
+# Embeddings, heads, poolers, routers and gates, norms: small, or their errors reach everything behind them.
 DEFAULT_EXCLUDE = (
     "*embed*",
     "*wte*",
     "*wpe*",
     "*lm_head*",
+    "head.weight",
+    "*.head.weight",
     "output.weight",
+    "score.weight",
+    "*classifier*",
+    "*qa_outputs*",
+    "cls.*",
+    "*pooler*",
     "*router*",
     "*.gate.weight",
     "*.gate.wg.weight",

@@ -390,7 +390,7 @@ def _writing(db: Path | None, make: bool = True) -> Iterator["Store"]:
 
     path = _path(db)
     if not make and not path.exists():
-        raise StoreError(f"{path}: no index there; `nibblas index add` makes one")
+        raise StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
     with _in_words(path), Store.open(path) as store:
         yield store
 

@@ -709,7 +709,7 @@ def _is_database(path: Path) -> bool:
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     if not path.is_file():
-        raise StoreError(f"{path}: no index there; `nibblas index add` makes one")
+        raise StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
     # Reading a write-ahead log takes a file beside it, which only the owner of the folder can make.
     mode = "mode=ro" if os.access(path.parent, os.W_OK) or _beside(path, "-wal").exists() else "immutable=1"
     connection = sqlite3.connect(

@@ -6,8 +6,8 @@
 The same count and seed give the same rows.
 """
 
+import argparse
 import random
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -218,4 +218,10 @@ def write(path: Path, count: int, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[2]), int(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        prog="python -m nibblas.index.synthetic", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("count", type=int, help="how many submissions")
+    parser.add_argument("path", type=Path, help="the Parquet file to write")
+    given = parser.parse_args()
+    write(given.path, given.count)

@@ -21,9 +21,10 @@ from nibblas.tensor import ScaledTensor
 
 # Output heads, poolers and what routes tokens to experts: small, and errors in them cost most.
 DEFAULT_EXCLUDE = (
-    *("lm_head", "*.lm_head", "embed_out", "score", "classifier", "classifier.*", "qa_outputs", "cls.*"),
+    *("lm_head", "*.lm_head", "head", "*.head", "embed_out", "score", "qa_outputs"),
+    *("classifier", "classifier.*", "cls.*"),
     *("pooler", "pooler.*", "*.pooler", "*.pooler.*"),
-    *("*.gate", "*.router", "*.router.*", "*.shared_expert_gate"),
+    *("gate", "*.gate", "router", "*.router", "router.*", "*.router.*", "*.shared_expert_gate"),
 )
 # Modules that read the weights of the Linears inside them, which a Linear with other weights would break.
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
