@@ -191,7 +191,7 @@ def test_grouped_matmul_is_a_list_of_products():
         assert torch.equal(got, nb.matmul(x, w))
     for got, x, w in zip(nb.grouped_matmul(iter(a), iter(b), out=(c for c in outs)), a, b, strict=True):
         assert torch.equal(got, nb.matmul(x, w))
-    with pytest.raises(ValueError, match="lists of 3, 2"):
+    with pytest.raises(ValueError, match="a has 3 matrices, b 2"):
         nb.grouped_matmul(a, b[:2])
 
 

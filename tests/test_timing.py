@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from nibblas import dispatch, evidence, reference, roofline
-from nibblas.bench import operands, probe, sweep
+from nibblas.bench import operands, probe, sweep, tune
 from nibblas.bench.sweep_quantize import sweep_quantize
 from nibblas.bench.timing import (
     AT_LEAST,
@@ -341,6 +341,17 @@ def test_sweep_refuses_sizes_that_an_operation_lacks(bench):
     ):
         with pytest.raises(ValueError, match=message):
             bench([(64, 128)], [1], [NVFP4], op=op, **sizes)
+
+
+def test_tune_tells_of_a_choice_that_was_not_timed(bench):
+    """A kernel that takes any layouts is timed in LINEAR ones, and may be expected to be the best in others."""
+    (result,) = bench([(64, 128)], [1], [NVFP4], rounds=5, names=["slow"])
+    (slow,) = [t for t in result.timed if t.chosen]
+    found = replace(slow, problem=replace(slow.problem, b_layouts=("ROWS_16x1", "ROWS_16x4")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "kernels", lambda: (sweep.named_kernels("linear", ["right"], "cpu")[0],))
+        (tuned,) = tune._compare(replace(result, timed=(found,)), CPU)
+    assert (tuned.before, tuned.after, tuned.times["right"]) == ("slow", "right", 1e-3)
 
 
 def test_rows_are_dealt_to_groups():

@@ -12,6 +12,7 @@ from nibblas.bench.timing import CPU, torch_threads
 from nibblas.dispatch import in_words
 from nibblas.formats import Format
 from nibblas.problem import Problem
+from nibblas.roofline import threads_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Tuned:
     problem: Problem
     before: str
     after: str
-    times: dict[str, float]  # median seconds by kernel
+    times: dict[str, float]  # median seconds by kernel; expected ones of a choice that was not timed in these layouts
 
     @property
     def gain(self) -> float:
@@ -75,8 +76,9 @@ def _compare(result: Result, device: torch.device) -> list[Tuned]:
         if before.problem is None or not before.chosen:
             continue
         rivals = {t.kernel: t.median for t in result.timed if t.problem == before.problem and t.kernel}
-        after = dispatch.choose(before.problem, device).name
-        found.append(Tuned(before.problem, before.kernel or "", after, rivals))
+        after, *_ = dispatch.rank(before.problem, device, threads_of(device))
+        rivals.setdefault(after.kernel.name, after.seconds)
+        found.append(Tuned(before.problem, before.kernel or "", after.kernel.name, rivals))
     return found
 
 
