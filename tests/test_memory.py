@@ -1,4 +1,4 @@
-"""Pages of memory."""
+"""Pages of memory, and want of it."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nibblas.memory import HUGE_PAGE, use_huge_pages
+from nibblas.memory import HUGE_PAGE, use_huge_pages, without_memory_is_fine
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 GIVES = sys.platform == "linux" and ENABLED.exists() and "[never]" not in ENABLED.read_text()
@@ -39,3 +39,11 @@ def test_values_stay():
         use_huge_pages(tensor)
         assert torch.equal(tensor, before)
     use_huge_pages(torch.empty(10, device="meta"))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("x"), RuntimeError("can't allocate memory")])
+def test_want_of_memory_alone_is_suppressed(error):
+    with without_memory_is_fine():
+        raise error
+    with pytest.raises(RuntimeError, match="other"), without_memory_is_fine():
+        raise RuntimeError("other")

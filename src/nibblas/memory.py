@@ -4,6 +4,8 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,6 +57,16 @@ def use_huge_pages(tensor: Tensor) -> None:
         madvise = ctypes.CDLL(None).madvise
         for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):  # pages to come, and those that are there
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice)
+
+
+@contextmanager
+def without_memory_is_fine() -> Iterator[None]:
+    """Suppress want of memory, and nothing else: what is left undone then can be done without."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:

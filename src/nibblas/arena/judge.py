@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +39,7 @@ from nibblas.arena.wire import (
     storage_bytes,
     unpack,
 )
-from nibblas.memory import is_out_of_memory
+from nibblas.memory import is_out_of_memory, without_memory_is_fine
 
 MAX_TEXT = 8000  # characters of a message that are sent
 PARTS = 8  # of a storage, each of which may matter or not
@@ -129,7 +128,7 @@ class Judge:
         tensors = correctness.named_tensors(self.data, "data")
         self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
         if one * 2 < probing:
-            with suppress(MemoryError, torch.OutOfMemoryError):
+            with without_memory_is_fine():
                 facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, probing)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the workers want the same memory
