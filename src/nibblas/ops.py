@@ -28,7 +28,7 @@ EXPLAINED = {  # by `explain`: operations, and what they take
 }
 
 
-def _check_tensor(op: str, name: str, t: Tensor | None) -> None:
+def check_tensor(op: str, name: str, t: Tensor | None) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
 
@@ -71,7 +71,7 @@ def _check_operands(
 def _check_bias(op: str, name: str, w: ScaledTensor, bias: Tensor | None) -> None:
     if bias is None:
         return
-    _check_tensor(op, name, bias)
+    check_tensor(op, name, bias)
     if bias.shape != w.shape[:-1]:
         raise ValueError(f"{op}: {name} has shape {tuple(bias.shape)}, need {tuple(w.shape[:-1])}")
     if bias.dtype not in DTYPE_NAMES:
@@ -86,7 +86,7 @@ def _check_kernel(op: str, kernel: str | None) -> None:
 def _out_dtype(op: str, x: Operand, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
     """out_dtype, else out's, else x's, else bf16 for FP4 activations."""
     if out is not None:
-        _check_tensor(op, "out", out)
+        check_tensor(op, "out", out)
     own = x.dtype if isinstance(x, Tensor) else torch.bfloat16
     dtype = out_dtype or (own if out is None else out.dtype)
     if dtype not in DTYPE_NAMES:
@@ -351,7 +351,7 @@ def grouped_linear(
     """
     op = "grouped_linear"
     _check_weights(op, "w", w, 3)
-    _check_tensor(op, "offsets", offsets)
+    check_tensor(op, "offsets", offsets)
     _check_operands(op, x, w, biases={"bias": bias}, others=(offsets,))
     _check_kernel(op, kernel)
     if x.ndim != 2:
@@ -468,7 +468,7 @@ def moe(
             f"the transpose of w_down {tuple(w_down.shape)}"
         )
     for name, t in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
-        _check_tensor(op, name, t)
+        check_tensor(op, name, t)
     _check_bias(op, "bias_down", w_down, bias_down)
     others = (w_down, bias_down, expert_ids, expert_weights)
     _check_operands(op, x, w_gate, w_up, biases={"bias_gate": bias_gate, "bias_up": bias_up}, others=others)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from nibblas import ops
 from nibblas.formats import NVFP4, Format
 from nibblas.kernels.composite import ACTIVATIONS
-from nibblas.nn.packed import PackedModule, check_tensor
+from nibblas.nn.packed import PackedModule
+from nibblas.ops import check_tensor
 from nibblas.tensor import stack
 
 

@@ -17,8 +17,9 @@ from nibblas.dispatch import age, rank
 from nibblas.formats import NVFP4, Format
 from nibblas.kernel import Kernel
 from nibblas.kernels.torch_linear import decode
-from nibblas.nn.packed import PackedModule, check_dtype, check_options, check_tensor
+from nibblas.nn.packed import PackedModule, check_dtype, check_options
 from nibblas.operators import as_arguments, bind_linear, on_device
+from nibblas.ops import check_tensor
 from nibblas.problem import Problem
 from nibblas.quantize import rotate
 from nibblas.roofline import threads_of

@@ -37,11 +37,6 @@ def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: {name} is {dtype}, need one of {', '.join(map(str, DTYPE_NAMES))}")
 
 
-def check_tensor(op: str, name: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
-
-
 def check_options(op: str, format: Format, scale_rule: str | None, rotation: int, activations: str = "none") -> None:
     if scale_rule is not None and scale_rule not in format.scale_rules:
         raise ValueError(f"{op}: scale_rule {scale_rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
