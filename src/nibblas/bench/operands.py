@@ -151,18 +151,21 @@ class GroupedLinear(Operands):
         group_of_row = torch.randint(self.G, (M,), generator=torch.Generator().manual_seed(M))
         return pad(group_of_row.bincount(minlength=self.G).cumsum(0), (1, 0)).int()
 
+    def runs(self, M: int) -> list[tuple[int, int, int]]:
+        """Each group that has some of M rows, whose weights are read, with where they begin and end."""
+        return [(g, *run) for g, run in enumerate(pairwise(self.offsets(M).tolist())) if run[0] < run[1]]
+
     def share(self, M: int) -> float:
-        """Of the groups, the share that have rows, whose weights are read."""
-        return self.offsets(M).diff().count_nonzero().item() / self.G
+        """Of the groups, the share that have rows."""
+        return len(self.runs(M)) / self.G
 
     def _answer(self, M: int) -> tuple[Tensor, Tensor]:
-        rows, offsets = self.rows(M), self.offsets(M)
-        runs = [(g, start, end) for g, (start, end) in enumerate(pairwise(offsets.tolist())) if start < end]
+        rows = self.rows(M)
         sizes = [
             reference.magnitude(rows[s:e] if isinstance(rows, Tensor) else rows.slice(-2, s, e), self.b[g])
-            for g, s, e in runs
+            for g, s, e in self.runs(M)
         ]
-        return reference.grouped_linear(rows, self.b, offsets), torch.cat(sizes)
+        return reference.grouped_linear(rows, self.b, self.offsets(M)), torch.cat(sizes)
 
     def call(self, kernel: Kernel, problem: Problem) -> Callable[[Tensor], None]:
         rows, weights = self.rows(problem.M), self.weights(problem.b_layouts)
@@ -170,11 +173,10 @@ class GroupedLinear(Operands):
         return lambda out: kernel.launch(rows, weights(), offsets, None, out, linear=best_linear)
 
     def of_torch(self, x: Tensor) -> Callable[[Tensor], Tensor]:
-        offsets = self.offsets(len(x))
         if x.dtype == torch.bfloat16:
-            ends = offsets[1:].to(x.device)
+            ends = self.offsets(len(x))[1:].to(x.device)
             return lambda w: grouped_mm(x, w.mT, offs=ends)
-        runs = [(g, x[start:end]) for g, (start, end) in enumerate(pairwise(offsets.tolist())) if start < end]
+        runs = [(g, x[start:end]) for g, start, end in self.runs(len(x))]
         return lambda w: torch.cat([linear(rows, w[g]) for g, rows in runs])
 
 

@@ -172,9 +172,10 @@ def sweep(
                 legal = legal_scales(op, format, activations)
                 hard = draw(N, K, format, activations, legal, 0)
                 usual = draw(N, K, format, activations, USUAL_SCALES[format.name], cold)
-                for dtype in () if dense else TORCH.values():
-                    values = torch.randn(*usual.b.shape, dtype=dtype, device=device)
-                    dense[dtype] = rotation_of(values, usual.beyond)
+                dense = dense or {
+                    dtype: rotation_of(torch.randn(*usual.b.shape, dtype=dtype, device=device), usual.beyond)
+                    for dtype in TORCH.values()
+                }
                 others = _peers(peers, usual, cold)
                 for M in Ms:
                     if progress:
