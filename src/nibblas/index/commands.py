@@ -386,11 +386,11 @@ def _path(db: Path | None) -> Path:
 
 @contextmanager
 def _writing(db: Path | None, make: bool = True) -> Iterator["Store"]:
-    from nibblas.index.store import Store, StoreError
+    from nibblas.index.store import Store, no_index
 
     path = _path(db)
     if not make and not path.exists():
-        raise StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
+        raise no_index(path)
     with _in_words(path), Store.open(path) as store:
         yield store
 

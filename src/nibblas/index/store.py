@@ -70,6 +70,11 @@ class StoreError(RuntimeError):
     """The index can't be opened, read or written as asked; nothing was changed."""
 
 
+def no_index(path: Path) -> StoreError:
+    """What is said where a path should hold an index."""
+    return StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
+
+
 def default_path() -> Path:
     """The index of this user on this machine."""
     return cache_dir() / "index.sqlite"
@@ -709,7 +714,7 @@ def _is_database(path: Path) -> bool:
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     if not path.is_file():
-        raise StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
+        raise no_index(path)
     # Reading a write-ahead log takes a file beside it, which only the owner of the folder can make.
     mode = "mode=ro" if os.access(path.parent, os.W_OK) or _beside(path, "-wal").exists() else "immutable=1"
     connection = sqlite3.connect(
