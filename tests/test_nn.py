@@ -662,7 +662,7 @@ def test_convert_refuses_options_and_unconverted_models():
         ({"scale_rule": "even"}, "scale_rule 'even' is unknown"),
         ({"rotation": 5}, "rotation is 5"),
         ({"activations": "int8"}, "activations is 'int8'"),
-        ({"format": "fp5"}, "format 'fp5' is unknown"),
+        ({"format": "fp5"}, "^convert: format 'fp5' is unknown"),
     ):
         model = Model()
         with pytest.raises(ValueError, match=message):

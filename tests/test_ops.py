@@ -531,6 +531,13 @@ def test_bad_operands_are_refused_by_name():
     )
     refused(ValueError, "bmm: a has shape", lambda: nb.bmm(x, w))
     refused(TypeError, "bmm: a is a list", lambda: nb.bmm([1], batch))
+    dense = torch.ones(2, 3, 64)
+    refused(TypeError, "bmm: neither operand is a ScaledTensor", lambda: nb.bmm(dense, dense))
+    refused(ValueError, "bmm: K differs", lambda: nb.bmm(dense[..., :48], batch))
+    refused(ValueError, "bmm: out is", lambda: nb.bmm(dense, batch, out=torch.empty(2, 3, 23)))
+    refused(TypeError, "bmm: kernel is 3", lambda: nb.bmm(dense, batch, kernel=3))
+    refused(TypeError, "bmm: out_dtype is torch.int32", lambda: nb.bmm(batch, dense, out_dtype=torch.int32))
+    refused(ValueError, "grouped_matmul: K differs", lambda: nb.grouped_matmul([x[:, :48]], [w]))
     refused(ValueError, r"matmul: out is torch.float32 \(3, 65\)", lambda: nb.matmul(x, w, out=torch.empty(3, 65)))
     refused(TypeError, r"explain\(\) got an unexpected keyword", lambda: nb.explain("linear", x, w, kernel="a"))
     refused(TypeError, "explain: w is a Tensor", lambda: nb.explain("matmul", x, x))
@@ -663,7 +670,11 @@ def test_bad_quantize_is_refused(kernel):
         "scale_rule 'floor' is unknown",
         lambda: nb.quantize(torch.ones(2, 32), nb.NVFP4, scale_rule="floor"),
     )
-    refused(ValueError, "format 'nvfp3' is unknown", lambda: nb.quantize(torch.ones(2, 32), "nvfp3"))
+    refused(
+        ValueError,
+        "^quantize: format 'nvfp3' is unknown; formats are nvfp4",
+        lambda: nb.quantize(torch.ones(2, 32), "nvfp3"),
+    )
     bad = torch.ones(2, 32)
     bad[1, 3] = torch.nan
     refused(ValueError, "1 of 4 blocks hold", lambda: nb.quantize(bad, nb.NVFP4, strict=True, kernel=kernel))
@@ -778,4 +789,4 @@ def test_scales_are_blocked_where_tensor_cores_want_them(monkeypatch, format, ar
 
 
 def test_scale_layout_refuses_an_unknown_format():
-    refused(ValueError, "format 'fp5' is unknown", lambda: nb.scale_layout("fp5", "cpu"))
+    refused(ValueError, "^scale_layout: format 'fp5' is unknown", lambda: nb.scale_layout("fp5", "cpu"))

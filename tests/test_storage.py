@@ -274,6 +274,10 @@ def test_save_refuses_what_it_cannot_store(tmp_path):
         save(tmp_path / "a", {"w": w, "w.scale": torch.zeros(1)})
     with pytest.raises(TypeError, match="w is a list, need a Tensor or a ScaledTensor"):
         save(tmp_path / "a", {"w": [1.0]})
+    with pytest.raises(TypeError, match=r"save: path is a dict, need a path \(the tensors come second\)"):
+        save({"w": w}, tmp_path / "a")
+    with pytest.raises(TypeError, match="save: tensors is a ScaledTensor, need a dict of tensors by name"):
+        save(tmp_path / "a", w)
     with pytest.raises(StorageError, match="complex128"):
         save(tmp_path / "a", {"w": torch.zeros(1, dtype=torch.complex128)})
     with pytest.raises(StorageError, match="sparse"):

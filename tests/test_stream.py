@@ -372,7 +372,7 @@ def test_refusals(folder, tmp_path):
         quantize_checkpoint(folder, folder / "deep" / "out", "nvfp4")
     with pytest.raises(StorageError, match="is the source"):
         quantize_checkpoint(folder, tmp_path / "x" / ".." / "src", "nvfp4")
-    with pytest.raises(ValueError, match="format 'int4' is unknown"):
+    with pytest.raises(ValueError, match=r"^quantize: format 'int4' is unknown"):
         quantize_checkpoint(folder, tmp_path / "out", "int4")
     with pytest.raises(ValueError, match="scale_rule 'even' is unknown"):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", scale_rule="even")

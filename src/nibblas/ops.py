@@ -28,6 +28,14 @@ EXPLAINED = {  # by `explain`: operations, and what they take
 }
 
 
+def format_for(op: str, format: Format | str) -> Format:
+    """`as_format`, with the operation named where it is unknown."""
+    try:
+        return as_format(format)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+
+
 def check_tensor(op: str, name: str, t: Tensor | None) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
@@ -263,32 +271,44 @@ def matmul(
     At least one of a and b is a ScaledTensor. Batch dimensions are equal, or one operand has none.
     Arguments as in `linear`; out_dtype defaults to the dense operand's dtype, bf16 if there is none.
     """
+    return _matmul("matmul", a, b, out, out_dtype, kernel, batch_invariant)
+
+
+def _matmul(
+    op: str,
+    a: Operand,
+    b: Operand,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    kernel: str | None,
+    batch_invariant: bool,
+) -> Tensor:
     if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
-        raise TypeError("matmul: neither operand is a ScaledTensor; torch.matmul multiplies dense tensors")
+        raise TypeError(f"{op}: neither operand is a ScaledTensor; torch.matmul multiplies dense tensors")
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor | ScaledTensor) or t.ndim < 2:
             got = tuple(t.shape) if isinstance(t, Tensor | ScaledTensor) else type(t).__name__
-            raise ValueError(f"matmul: {name} is {got}, need (..., rows, K)")
-    _check_batches("matmul", a, b)
+            raise ValueError(f"{op}: {name} is {got}, need (..., rows, K)")
+    _check_batches(op, a, b)
     if not isinstance(b, ScaledTensor):
         # Only the second operand of a kernel is always FP4: c.T = b @ a.T.
-        dtype = _out_dtype("matmul", b, out, out_dtype)
-        transposed = matmul(b, a, out_dtype=dtype, kernel=kernel, batch_invariant=batch_invariant).mT
+        dtype = _out_dtype(op, b, out, out_dtype)
+        transposed = _matmul(op, b, a, None, dtype, kernel, batch_invariant).mT
         if out is None:
             return transposed
-        _check_out("matmul", out, transposed.shape, dtype, (a, b))
+        _check_out(op, out, transposed.shape, dtype, (a, b))
         return out.copy_(transposed)
-    _check_operands("matmul", a, b)
+    _check_operands(op, a, b)
     if b.ndim == 2 and _has_one_scale(a):
-        return _linear("matmul", a, b, None, out, out_dtype, kernel, batch_invariant)
-    _check_kernel("matmul", kernel)
-    dtype = _out_dtype("matmul", a, out, out_dtype)
+        return _linear(op, a, b, None, out, out_dtype, kernel, batch_invariant)
+    _check_kernel(op, kernel)
+    dtype = _out_dtype(op, a, out, out_dtype)
     batch = (a if b.ndim == 2 else b).shape[:-2]
-    x, w = _enter("matmul", a, b)
+    x, w = _enter(op, a, b)
     flat = (*as_arguments(_as_batch(x, batch)), *as_arguments(_as_batch(w, batch)), None, kernel, batch_invariant)
     shape = (*batch, a.shape[-2], b.shape[-2])
     if out is not None:
-        _check_out("matmul", out, shape, dtype, (a, b))
+        _check_out(op, out, shape, dtype, (a, b))
         if out.ndim == 3 and out.stride(-1) == 1:
             torch.ops.nibblas.linear_out(*flat, out)
             return out
@@ -324,14 +344,22 @@ def _as_batch(t: Operand, batch: torch.Size) -> Operand:
     )
 
 
-def bmm(a: Operand, b: Operand, **options) -> Tensor:
-    """`matmul` of exactly one batch dimension: a (L, M, K), b (L, N, K) -> (L, M, N). Options as in `matmul`."""
+def bmm(
+    a: Operand,
+    b: Operand,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """`matmul` of exactly one batch dimension: a (L, M, K), b (L, N, K) -> (L, M, N). Arguments as in `matmul`."""
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor | ScaledTensor):
             raise TypeError(f"bmm: {name} is a {type(t).__name__}, need a Tensor or a ScaledTensor")
     if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
         raise ValueError(f"bmm: a has shape {tuple(a.shape)}, b {tuple(b.shape)}, need (L, M, K) and (L, N, K)")
-    return matmul(a, b, **options)
+    return _matmul("bmm", a, b, out, out_dtype, kernel, batch_invariant)
 
 
 def grouped_linear(
@@ -384,7 +412,7 @@ def grouped_matmul(
         lengths = f"a has {len(a)} matrices, b {len(b)}" + ("" if out is None else f", out {len(out)}")
         raise ValueError(f"grouped_matmul: {lengths}; need as many in each")
     outs = [None] * len(a) if out is None else out
-    return [matmul(x, w, out=c, out_dtype=out_dtype, kernel=kernel) for x, w, c in zip(a, b, outs, strict=True)]
+    return [_matmul("grouped_matmul", x, w, c, out_dtype, kernel, False) for x, w, c in zip(a, b, outs, strict=True)]
 
 
 def gated_linear(
@@ -557,6 +585,7 @@ def quantize(
     _check_kernel("quantize", kernel)
     if strict and torch.compiler.is_compiling():
         raise NotImplementedError("quantize: strict=True reads values, which torch.compile can't trace")
+    format = format_for("quantize", format)
     x, target, rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
     if rotation:
         x = rotate(x, rotation)
@@ -619,7 +648,7 @@ def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayou
     >>> nb.scale_layout(nb.NVFP4, "cpu")
     LINEAR
     """
-    return _scale_layout(as_format(format), torch.device(device), age())
+    return _scale_layout(format_for("scale_layout", format), torch.device(device), age())
 
 
 @cache

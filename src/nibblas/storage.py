@@ -296,9 +296,9 @@ def save(
 
     Equal tensors and metadata give equal bytes. `metadata` is for strings of your own, as safetensors has them.
 
-    Raises StorageError for a path that is no file's, a name that is no string, a dtype safetensors can't hold, two
-    tensors of one stored name, metadata that is not strings or uses the key "nibblas", and a global_scale that is not
-    finite.
+    Raises TypeError where path is no path, tensors no mapping, or one of them no tensor. Raises StorageError for a path
+    that is no file's, a name that is no string, a dtype safetensors can't hold, two tensors of one stored name,
+    metadata that is not strings or uses the key "nibblas", and a global_scale that is not finite.
 
     >>> import torch, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "w.safetensors")
@@ -306,6 +306,10 @@ def save(
     >>> load(path)["w"].shape
     torch.Size([2, 16])
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"save: path is a {type(path).__name__}, need a path (the tensors come second)")
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"save: tensors is a {type(tensors).__name__}, need a dict of tensors by name")
     metadata = dict(metadata or {})
     if METADATA_KEY in metadata or not all(isinstance(text, str) for text in [*metadata, *metadata.values()]):
         raise StorageError(f"save: metadata needs strings under keys other than {METADATA_KEY!r}, got {metadata}")

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nibblas.formats import Format, as_format
-from nibblas.ops import dequantize, quantize
+from nibblas.formats import Format
+from nibblas.ops import dequantize, format_for, quantize
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
     METADATA_KEY,
@@ -380,7 +380,7 @@ def quantize_checkpoint(
     format, rule or rotation. On any error, and when killed, an unfinished file has the name *.partial and none other.
     """
     src, dst = Path(src), Path(dst)
-    format = as_format(format)
+    format = format_for("quantize", format)
     # Checks the options, and names the default rule.
     probe = torch.zeros(1, 128, dtype=torch.float32)
     rule = quantize(probe, format, scale_rule=scale_rule, rotation=rotation).scale_rule or ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nibblas import ops
-from nibblas.formats import NVFP4, Format, as_format
+from nibblas.formats import NVFP4, Format
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.nn.experts import FP4Experts, TransformersExperts
 from nibblas.nn.linear import FP4Linear
@@ -93,7 +93,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}, need an nn.Module")
-    format = as_format(format)
+    format = ops.format_for("convert", format)
     check_options("convert", format, scale_rule, rotation, activations)
     include = ("*",) if include is None else (include,) if isinstance(include, str) else tuple(include)
     exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
