@@ -129,6 +129,8 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
         ["explain", "linear", "1x64x64", "--M", "4"],
         ["explain", "quantize", "--batch-invariant"],
         ["explain", "quantize", "--out", "bf16"],
+        ["explain", "linear", "1x64x64", "--M", "1"],
+        ["explain", "quantize", "--N", "4096"],
         ["bench", "--kernels", "no_such_kernel"],
         ["bench", "--formats", "nvfp4,fp8"],
         ["bench", "--shapes", "64"],
@@ -142,6 +144,35 @@ def test_wrong_usage_is_status_2(run, arguments):
     assert out == ""
     assert "Traceback" not in err
     assert "Error" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "gated_linear", "--L", "1", "--G", "1"], "gated_linear has no --L, --G"),
+        (["explain", "linear", "1x64x64", "--K", "64"], "sizes are given twice, as 1x64x64 and by --K"),
+        (["bench", "--op", "quantize", "--M", "1,4"], "quantize has no --M"),
+        (["bench", "--op", "quantize", "--random", "3"], "quantize has no --random"),
+        (["bench", "--op", "gated_linear", "--peers", "humming"], "gated_linear has no --peers"),
+        (["bench", "--random", "3", "--M", "4"], "--random takes the place of --M"),
+        (["bench", "--dependent-launch"], "cpu has no --dependent-launch"),
+        (["tune", "64x64", "--G", "8"], "linear has no --G"),
+        (["tune", "64x64", "--op", "grouped_linear", "--L", "2"], "grouped_linear has no --L"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_do_not_apply_are_refused(run, arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", [["explain"], ["bench"], ["tune", "64x64"], ["report"]], ids=" ".join)
+def test_a_gpu_has_no_threads(run, monkeypatch, command):
+    monkeypatch.setattr(roofline, "device_called", lambda name: torch.device("cuda", 0))
+    status, _, err = run(*command, "--device", "cuda", "--threads", "2")
+    assert status == 2
+    assert "cuda:0 has no --threads" in err
 
 
 def test_an_unknown_kernel_is_answered_with_the_known_ones(run):
@@ -166,7 +197,9 @@ def test_an_unknown_kernel_is_answered_with_the_known_ones(run):
         (["quantize", "model.safetensors", "model.safetensors"], "is the source"),
         (["explain", "linear", "1x64x40", "--b", "mxfp4"], "K = 40 is not a multiple of mxfp4's block_size 32"),
         (["bench", "--shapes", "64x40"], "K = 40 is not a multiple"),
-        (["bench", "--activations", "int8"], "activations 'int8' are unknown"),
+        (["bench", "--activations", "int8"], "bench: activations 'int8' are unknown"),
+        (["tune", "64x64", "--activations", "int8"], "tune: activations 'int8' are unknown"),
+        (["tune", "64x40"], "tune: K = 40 is not a multiple"),
         (["report", "absent"], "absent"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -445,9 +478,12 @@ def test_explain_says_why_a_kernel_cannot(run, monkeypatch):
     gpu_only = replace(some, name="gpu_only", archs=("sm_90",))
     monkeypatch.setattr(dispatch, "kernels", lambda: (gpu_only,))
     status, text, _ = run("explain")
-    assert status == 0
+    assert status == 1
     assert "can't: runs on sm_90, this is cpu" in text
     assert "no kernel can run this" in text
+    status, text, _ = run("explain", "--json")
+    assert status == 1
+    assert [row["seconds"] for row in json.loads(text)["kernels"]] == [None]
 
 
 @pytest.fixture
@@ -478,7 +514,7 @@ def test_bench_of_a_mixture_of_experts(run, quick):
     assert "composite_grouped_linear" in text
     store = evidence.Store(Path("absent"), nibblas.paths.cache_dir() / "evidence")
     assert {(m.problem.op, m.problem.G) for m in store.all()} == {("grouped_linear", 3)}
-    status, _, err = run(*BENCH, "--op", "gated_linear", "--peers", "humming")
+    status, _, err = run(*BENCH, "--L", "2", "--peers", "humming")
     assert status == 1
     assert "humming can be timed beside linear with L = 1 only" in err
 
@@ -510,9 +546,6 @@ def test_tune_of_a_mixture_of_experts(run, quick):
     status, text, err = run("tune", *sizes, "--seconds", "1", "--threads", "1")
     assert (status, err) == (0, "")
     assert "grouped_linear M=4 N=64 K=128 G=3 bf16 x nvfp4" in text
-    status, _, err = run("bench", "--op", "quantize", "--L", "2")
-    assert status == 2
-    assert "quantize has no --L, --G" in err
 
 
 def test_bench_writes_elsewhere_and_json(run, quick, tmp_path):

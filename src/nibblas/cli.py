@@ -180,6 +180,18 @@ def _sizes(text: str, letters: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _refuse(context: typer.Context, why: str, **refused: bool) -> None:
+    """Wrong usage where the command line gives an option that is refused; `why` stands before the options' names."""
+
+    def is_given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    options = {parameter.name or "": parameter.opts[0] for parameter in context.command.params}
+    if given := [options[name] for name, is_refused in refused.items() if is_refused and is_given(name)]:
+        raise typer.BadParameter(f"{why} {', '.join(given)}")
+
+
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -216,6 +228,7 @@ def doctor(
 
 @app.command()
 def report(
+    context: typer.Context,
     path: Annotated[
         Path | None, typer.Argument(help="A model's folder or safetensors file; all-MiniLM-L6-v2 by default.")
     ] = None,
@@ -239,8 +252,10 @@ def report(
     from nibblas.bench.report import report as make
     from nibblas.roofline import device_called
 
+    place = device_called(device)
+    _refuse(context, f"{place} has no", threads=place.type != "cpu")
     with _progress("report") as advance:
-        found = make(path, threads=threads, device=device_called(device), progress=advance)
+        found = make(path, threads=threads, device=place, progress=advance)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -339,6 +354,7 @@ def inspect(
 
 @app.command()
 def explain(
+    context: typer.Context,
     op: Annotated[str, typer.Argument(help="linear, grouped_linear, gated_linear or quantize.")] = "linear",
     sizes: Annotated[
         str, typer.Argument(metavar="[MxNxK]", help="All sizes at once, such as 1x4096x4096; of quantize MxK.")
@@ -362,7 +378,7 @@ def explain(
 ) -> None:
     """Show which kernel would run, what each should take and on what evidence, and why the others can't.
 
-    Each kernel is shown with the layouts of the weights that it takes.
+    Each kernel is shown with the layouts of the weights that it takes. The exit status is 1 where none can run.
 
     Examples:
 
@@ -376,26 +392,27 @@ def explain(
     if op not in OPS:
         raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
     quantizes = op == "quantize"
-    if sizes and (M, N, K) != (1, 4096, 4096):
-        raise typer.BadParameter(f"sizes are given twice, as {sizes} and by --M, --N, --K")
-    if sizes and quantizes:
+    given = bool(sizes)
+    _refuse(context, f"sizes are given twice, as {sizes} and by", M=given, N=given, K=given)
+    _refuse(
+        context,
+        f"{op} has no",
+        N=quantizes,
+        L=op != "linear",
+        G=op != "grouped_linear",
+        out=quantizes,
+        bias=quantizes,
+        rule=not quantizes,
+        batch_invariant=op != "linear",
+    )
+    if given and quantizes:
         M, K = _sizes(sizes, "MK")
-    elif sizes:
+    elif given:
         M, N, K = _sizes(sizes, "MNK")
-    unfit = {
-        "--N": quantizes and N != 4096,
-        "--L": L > 1 and op != "linear",
-        "--G": G > 1 and op != "grouped_linear",
-        "--out": out is not None and quantizes,
-        "--bias": bias and quantizes,
-        "--batch-invariant": batch_invariant and op != "linear",
-        "--rule": rule is not None and not quantizes,
-    }
-    if any(unfit.values()):
-        raise typer.BadParameter(f"{op} has no {', '.join(name for name, is_unfit in unfit.items() if is_unfit)}")
     format = _format(b)
     format.check_K("explain", K)
     place = device_called(device)
+    _refuse(context, f"{place} has no", threads=place.type != "cpu")
     a = a if a in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
     if quantizes:
         rule = rule or format.scale_rules[0]
@@ -415,10 +432,13 @@ def explain(
         _print_json(_explanations_as_dict(found))
     else:
         _print_explanations(found, _console())
+    if not any(explanation.chosen for explanation in found):
+        raise typer.Exit(1)
 
 
 @app.command()
 def bench(
+    context: typer.Context,
     op: Annotated[
         Literal["linear", "grouped_linear", "gated_linear", "quantize"], typer.Option(help="What to time.")
     ] = "linear",
@@ -451,7 +471,7 @@ def bench(
     measurements from then on. Takes about a minute.
 
     With `--op quantize`: every quantizer, by every scale rule, against a copy of its (N, K) input of the type that
-    `--activations` names; one that differs from the reference by a byte is not timed. `--M` and `--peers` are unused.
+    `--activations` names; one that differs from the reference by a byte is not timed.
 
     Examples:
 
@@ -464,6 +484,20 @@ def bench(
     from nibblas.ops import dependent_launch as set_dependent_launch
     from nibblas.roofline import device_called
 
+    quantizes, draws = op == "quantize", random > 0
+    place = device_called(device)
+    _refuse(
+        context,
+        f"{op} has no",
+        M=quantizes,
+        L=op != "linear",
+        G=op != "grouped_linear",
+        peers=op != "linear",
+        random=quantizes,
+        dependent_launch=quantizes,
+    )
+    _refuse(context, "--random takes the place of", shapes=draws, M=draws)
+    _refuse(context, f"{place} has no", threads=place.type != "cpu", dependent_launch=place.type == "cpu")
     names = _split(kernels)
     known = [kernel.name for kernel in kernels_of(op)]
     if unknown := [name for name in names if name not in known]:
@@ -474,16 +508,14 @@ def bench(
     set_dependent_launch(dependent_launch)
     with _progress("bench") as advance:
         options: dict[str, Any] = {
-            "device": device_called(device),
+            "device": place,
             "threads": threads,
             "names": names or None,
             "rounds": rounds,
             "seconds": seconds,
             "progress": advance,
         }
-        if op == "quantize":
-            if L > 1 or G is not None:
-                raise typer.BadParameter("quantize has no --L, --G")
+        if quantizes:
             results = sweep_quantize(matrices, wanted, activations, **options)
         else:
             options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
@@ -509,6 +541,7 @@ def bench(
 
 @app.command()
 def tune(
+    context: typer.Context,
     shapes: Annotated[str, typer.Argument(help="N x K of the weights, such as 4096x4096,14336x4096.")],
     op: Product = "linear",
     M: Annotated[str, typer.Option("--M", help="Rows of the activations, such as 1,4,16.")] = "1,4,16,64",
@@ -533,6 +566,9 @@ def tune(
     from nibblas.bench.tune import tune as run
     from nibblas.roofline import device_called
 
+    place = device_called(device)
+    _refuse(context, f"{op} has no", L=op != "linear", G=op != "grouped_linear")
+    _refuse(context, f"{place} has no", threads=place.type != "cpu")
     with _progress("tune") as advance:
         tuned = run(
             [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))],
@@ -542,7 +578,7 @@ def tune(
             op=op,
             L=L,
             G=G,
-            device=device_called(device),
+            device=place,
             threads=threads,
             seconds=seconds,
             progress=advance,

@@ -29,12 +29,13 @@ from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
-from nibblas.formats import Format, as_format
+from nibblas.formats import Format
 from nibblas.kernel import Kernel
 from nibblas.kernels import cuda_module
 from nibblas.kernels import kernels as all_kernels
 from nibblas.layouts import LINEAR
 from nibblas.memory import cold_bytes
+from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
 from nibblas.statistics import Ratio, paired_ratio, quartiles
@@ -127,6 +128,7 @@ def sweep(
     rounds: int = 30,
     seconds: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
+    command: str = "bench",
 ) -> list[Result]:
     """Time an op on every combination of weights (N, K), rows M and format.
 
@@ -138,27 +140,28 @@ def sweep(
     peers : other libraries to time beside a plain linear, by name (bench/peers.py).
     rounds, seconds : samples of each function of a problem, and when to stop taking more.
     progress : called with problems done, all problems, and the one to come.
+    command : what errors name.
 
     Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
     """
-    wanted = [as_format(format) for format in formats]
+    wanted = [format_for(command, format) for format in formats]
     if op not in PRODUCTS:
-        raise ValueError(f"bench: op {op!r} is no product; there are {', '.join(PRODUCTS)}")
+        raise ValueError(f"{command}: op {op!r} is no product; there are {', '.join(PRODUCTS)}")
     for name, is_unfit in (("L", L > 1 and op != "linear"), ("G", G is not None and op != "grouped_linear")):
         if is_unfit:
-            raise ValueError(f"bench: {op} has no {name}")
+            raise ValueError(f"{command}: {op} has no {name}")
     chosen = named_kernels(op, names, arch_of(device))
     peers = [name for name in peers if name not in ALWAYS_TIMED]
     if unknown := set(peers) - set(PEERS):
         names_known = ", ".join((*PEERS, *ALWAYS_TIMED))
-        raise ValueError(f"bench: no peer is called {', '.join(sorted(unknown))}; there are {names_known}")
+        raise ValueError(f"{command}: no peer is called {', '.join(sorted(unknown))}; there are {names_known}")
     if peers and (op != "linear" or L > 1):
-        raise ValueError(f"bench: {', '.join(peers)} can be timed beside linear with L = 1 only")
+        raise ValueError(f"{command}: {', '.join(peers)} can be timed beside linear with L = 1 only")
     if activations not in (*DTYPES, "fp4"):
-        raise ValueError(f"bench: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
+        raise ValueError(f"{command}: activations {activations!r} are unknown; there are {', '.join(DTYPES)}, fp4")
     for format in wanted:
         for _, K in shapes:
-            format.check_K("bench", K)
+            format.check_K(command, K)
     line = probe.measure(device, threads)
     total = len(shapes) * len(wanted) * len(Ms)
     results: list[Result] = []

@@ -63,6 +63,7 @@ def tune(
         rounds=1000,
         seconds=each,
         progress=progress,
+        command="tune",
     )
     evidence.store().add(m for result in results for m in result.measurements)
     dispatch.forget()
