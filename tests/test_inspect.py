@@ -331,7 +331,7 @@ def scales_with(value, count=1):
             {"q.weight_scale_2": f32(3584.0)},
             "q.weight: global scale 3584 (as a multiplier) lies outside 9.31323e-10..1024",
         ),
-        ({"q.weight_scale_2": f32(1.0, 2.0)}, "q.weight: 2 global scales for 1 matrices"),
+        ({"q.weight_scale_2": f32(1.0, 2.0)}, "q.weight: 2 global scales for 1 matrix"),
         ({"q.input_scale": f32(0.0)}, "q.weight: activation scale is 0, need positive and finite"),
         (
             {"q.weight_scale": e4m3(N, K // 16 - 1)},

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from nibblas.arena.commands import app as arena_app
 from nibblas.index.commands import app as index_app
+from nibblas.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -320,9 +321,8 @@ def quantize(
         )
     for tensor in summary.quantized:
         if tensor.bad_blocks:
-            _show_warning(
-                f"{tensor.name}: {tensor.bad_blocks} blocks held NaN or Inf and are NaN now (--strict refuses)"
-            )
+            blocks = counted(tensor.bad_blocks, "block")
+            _show_warning(f"{tensor.name}: {blocks} held NaN or Inf and became NaN (--strict refuses)")
     if as_json:
         _print_json(asdict(summary))
     else:
@@ -533,7 +533,9 @@ def bench(
         print_results(results, console)
         if output:
             console.print(
-                f"{len(measurements)} measurements added to {escape(str(output))}", highlight=False, soft_wrap=True
+                f"{counted(len(measurements), 'measurement')} added to {escape(str(output))}",
+                highlight=False,
+                soft_wrap=True,
             )
     if any(result.wrong for result in results):
         raise typer.Exit(1)
@@ -609,7 +611,7 @@ def _print_summary(summary: "Summary", target: Path, console: Console) -> None:
         f"[bold]{escape(str(target))}[/]: {summary.format}, scale rule {summary.scale_rule}{rotated}", soft_wrap=True
     )
     print_(f"  {_bytes(summary.bytes_before)} -> {_bytes(summary.bytes_after)} ({share:.0%})")
-    print_(f"  {len(summary.quantized)} tensors quantized, {len(summary.skipped)} copied")
+    print_(f"  {counted(len(summary.quantized), 'tensor')} quantized, {len(summary.skipped)} copied")
     if errors:
         worst = max(errors, key=errors.__getitem__)
         mean = sum(errors.values()) / len(errors)
@@ -632,7 +634,7 @@ def _print_inspection(found: "Report", console: Console) -> None:
     print_(f"[bold]{escape(found.path)}[/]{files}", soft_wrap=True)
     if found.tensors:
         writers = sorted({tensor.layout for tensor in found.tensors})
-        print_(f"  {len(found.tensors)} FP4 tensors, stored as by {', '.join(writers)}")
+        print_(f"  {counted(len(found.tensors), 'FP4 tensor')}, stored as by {', '.join(writers)}")
         table = _table("tensor", "format", "shape", "block scales", "global scale", right=("shape",))
         for tensor in found.tensors:
             scale = tensor.scale
@@ -649,7 +651,7 @@ def _print_inspection(found: "Report", console: Console) -> None:
     else:
         print_("  no FP4 tensors")
     for dtype, count in found.others.items():
-        print_(f"  {count.tensors} other tensors of {dtype}, {_bytes(count.nbytes)}")
+        print_(f"  {counted(count.tensors, 'other tensor')} of {dtype}, {_bytes(count.nbytes)}")
     for warning in found.all_warnings:
         print_(f"[yellow]warning:[/] {escape(warning)}")
 

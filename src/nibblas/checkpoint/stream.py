@@ -44,6 +44,7 @@ from nibblas.storage import (
     weight_map,
 )
 from nibblas.tensor import ScaledTensor
+from nibblas.words import counted
 
 try:
     import fcntl
@@ -140,7 +141,7 @@ class Options:
             return f"dtype {entry.dtype}, need {', '.join(SOURCE_DTYPES)}"
         experts = "expert" in entry.name or self.include != DEFAULT_INCLUDE
         if len(entry.shape) != 2 and not (len(entry.shape) == 3 and experts):
-            return f"{len(entry.shape)} dimensions, need 2 (3 for experts)"
+            return f"{counted(len(entry.shape), 'dimension')}, need 2 (3 for experts)"
         unit = max(self.format.block_size, self.rotation)
         if entry.shape[-1] % unit:
             return f"K = {entry.shape[-1]} is not a multiple of {unit}"
