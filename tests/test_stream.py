@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from nibblas import storage
 from nibblas.checkpoint import stream
-from nibblas.checkpoint.stream import DEFAULT_EXCLUDE, quantize_checkpoint
+from nibblas.checkpoint.stream import quantize_checkpoint
 from nibblas.formats import FORMATS
+from nibblas.nn import DEFAULT_EXCLUDE, conversion_report, convert
 from nibblas.ops import dequantize
 from nibblas.quantize import quantize
 from nibblas.storage import StorageError
@@ -164,7 +165,7 @@ def test_the_folder_and_the_summary(folder, tmp_path):
     assert reasons == {
         "model.embed_tokens.weight": "excluded by *embed*",
         "model.layers.0.self_attn.q_proj.bias": "its name matches none of *.weight",
-        "model.layers.0.mlp.gate.weight": "excluded by *.gate.weight",
+        "model.layers.0.mlp.gate.weight": "excluded by *.gate",
         "model.layers.0.conv.weight": "3 dimensions, need 2 (3 for experts)",
         "model.layers.0.input_layernorm.weight": "excluded by *norm*",
         "model.layers.1.odd.weight": "K = 72 is not a multiple of 16",
@@ -177,13 +178,26 @@ def test_the_folder_and_the_summary(folder, tmp_path):
     assert {name for *_, name in calls} >= QUANTIZED - {"model.layers.1.empty.weight"}
 
 
+def test_a_checkpoint_and_a_model_leave_the_same_layers(tmp_path):
+    left = ["embed_out", "norm", "lm_head", "head", "classifier", "pooler", "router", "gate", "shared_expert_gate"]
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(32, 8, bias=False) for name in (*left, "up", "gate_proj", "overhead")}
+    )
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(32, 8), "layers": torch.nn.ModuleList([model])})
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    summary = quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "nvfp4")
+    converted = {layer.name for layer in conversion_report(convert(model)) if layer.converted}
+    assert converted == {f"layers.0.{name}" for name in ("up", "gate_proj", "overhead")}
+    assert {tensor.name for tensor in summary.quantized} == {f"{name}.weight" for name in converted}
+
+
 def test_one_file_and_patterns(tmp_path):
     save_file(weights(), tmp_path / "a.safetensors")
     summary = quantize_checkpoint(
         tmp_path / "a.safetensors",
         tmp_path / "new" / "b.safetensors",
         "mxfp4",
-        include=["*q_proj*", "*conv*", "lm_head.weight"],
+        include=["*q_proj*", "*.conv", "lm_head.weight"],
         exclude=[],
     )
     quantized = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.conv.weight", "lm_head.weight"}

@@ -282,7 +282,10 @@ def quantize(
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Names to leave as they are. By default embeddings, heads, routers, norms. Can be repeated."),
+        typer.Option(
+            help="Names to leave as they are. By default embeddings, norms, heads, poolers and routers "
+            "(`nb.nn.DEFAULT_EXCLUDE`). Can be repeated."
+        ),
     ] = None,
     rotation: Annotated[int, typer.Option(help="Rotate blocks of this size first: 16, 32, 64 or 128.")] = 0,
     overwrite: Annotated[

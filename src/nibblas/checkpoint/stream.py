@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from nibblas.formats import Format
+from nibblas.nn import DEFAULT_EXCLUDE
 from nibblas.ops import dequantize, format_for, quantize
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
@@ -52,27 +53,6 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 DEFAULT_INCLUDE = ("*.weight",)
-# Embeddings, heads, poolers, routers and gates, norms: small, or their errors reach everything behind them.
-DEFAULT_EXCLUDE = (
-    "*embed*",
-    "*wte*",
-    "*wpe*",
-    "*lm_head*",
-    "head.weight",
-    "*.head.weight",
-    "output.weight",
-    "score.weight",
-    "*classifier*",
-    "*qa_outputs*",
-    "cls.*",
-    "*pooler*",
-    "*router*",
-    "*.gate.weight",
-    "*.gate.wg.weight",
-    "*shared_expert_gate*",
-    "*norm*",
-    "*Norm*",
-)
 SOURCE_KEY = "nibblas_source"  # in the metadata of a file: the digest of its source and of the options
 SOURCE_DTYPES = ("F32", "BF16", "F16")
 CHUNK_BYTES = 8 << 20  # of the source at a time: the fp32 copies that measure the error are a few times larger
@@ -120,6 +100,11 @@ class Summary:
     left_out: tuple[str, ...]  # files of the source folder that were not copied
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is of a tensor or, as nn.DEFAULT_EXCLUDE's, of the layer whose weight it is."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+
+
 @dataclass(frozen=True)
 class Options:
     """What decides the output, apart from the source."""
@@ -132,10 +117,10 @@ class Options:
 
     def why_not(self, entry: Entry) -> str | None:
         """Why a tensor of the source is not quantized; None if it is."""
-        if not any(fnmatchcase(entry.name, pattern) for pattern in self.include):
+        if not any(_matches(entry.name, pattern) for pattern in self.include):
             return f"its name matches none of {', '.join(self.include)}"
         for pattern in self.exclude:
-            if fnmatchcase(entry.name, pattern):
+            if _matches(entry.name, pattern):
                 return f"excluded by {pattern}"
         if entry.dtype not in SOURCE_DTYPES:
             return f"dtype {entry.dtype}, need {', '.join(SOURCE_DTYPES)}"
@@ -363,8 +348,10 @@ def quantize_checkpoint(
     dst : the file, or the folder, to make. Of a folder, config.json gains `quantization_config`, the index is written
         anew, and all else that is not weights is copied.
     format, scale_rule, rotation : as for `quantize`.
-    include : patterns (fnmatch) of names. None is "*.weight", for 2-D tensors, and for 3-D ones named "*expert*".
-    exclude : patterns of names that are left as they are even if included; None is DEFAULT_EXCLUDE.
+    include : patterns (fnmatch) of names, with or without a ".weight" at the end. None is "*.weight", for 2-D tensors,
+        and for 3-D ones named "*expert*".
+    exclude : patterns of names that are left as they are even if included; None is nn.DEFAULT_EXCLUDE, as of
+        `nn.convert`.
     overwrite : write all of dst anew; without it what an earlier run left there is kept, and what another source (its
         size and time of change count) or other options left is an error.
     strict : raise at the first tensor to quantize that holds NaN or Inf; without it those blocks become NaN, and the

@@ -18,13 +18,14 @@ from nibblas.nn.linear import FP4Linear
 from nibblas.nn.packed import check_options
 from nibblas.problem import DTYPE_NAMES
 from nibblas.tensor import ScaledTensor
+from nibblas.words import counted
 
-# Output heads, poolers and what routes tokens to experts: small, and errors in them cost most.
+# Names of layers that `convert` and `nibblas quantize` leave as they are unless told otherwise: small, or such that
+# their errors reach everything behind them.
 DEFAULT_EXCLUDE = (
-    *("lm_head", "*.lm_head", "head", "*.head", "embed_out", "score", "qa_outputs"),
-    *("classifier", "classifier.*", "cls.*"),
-    *("pooler", "pooler.*", "*.pooler", "*.pooler.*"),
-    *("gate", "*.gate", "router", "*.router", "router.*", "*.router.*", "*.shared_expert_gate"),
+    *("*embed*", "*wte*", "*wpe*", "*norm*", "*Norm*"),
+    *("*lm_head*", "head", "*.head", "output", "score", "*classifier*", "*qa_outputs*", "cls.*", "*pooler*"),
+    *("gate", "*.gate", "*.gate.wg", "*shared_expert_gate*", "*router*"),  # what routes tokens to experts
 )
 # Modules that read the weights of the Linears inside them, which a Linear with other weights would break.
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -81,7 +82,8 @@ def convert(
     model : any module; if it is an nn.Linear itself, the FP4Linear is returned.
     format, scale_rule, rotation, activations : as in FP4Linear.
     include : fnmatch patterns of qualified names ("model.layers.*.mlp.*"); None is all.
-    exclude : patterns of what to leave; wins over include. By default output heads, poolers, routers and gates.
+    exclude : patterns of what to leave; wins over include. By default DEFAULT_EXCLUDE: embeddings, norms, output heads,
+        poolers, routers and gates. `exclude=(*DEFAULT_EXCLUDE, "...")` leaves more.
     progress : called with (layers done, layers in all, name of the next) before each layer.
 
     Raises ValueError for options that don't fit and for an include pattern that matches no layer. Weights are all
@@ -100,7 +102,7 @@ def convert(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or _holds_fused_experts(m)}
     for pattern in include:
         if pattern != "*" and not any(fnmatchcase(name, pattern) for name in layers):
-            raise ValueError(f"convert: include pattern {pattern!r} matches none of {len(layers)} layers")
+            raise ValueError(f"convert: include pattern {pattern!r} matches none of {counted(len(layers), 'layer')}")
 
     reasons = {
         name: _excluded(name, include, exclude) or _why_not(model, name, layer, format, rotation)
