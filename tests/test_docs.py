@@ -6,14 +6,17 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import nibblas as nb
+from nibblas import evidence
 from nibblas.arena import fields
 from nibblas.bench import tables
+from nibblas.kernels import kernels
 
 # Where there is no C compiler, modules warn that they keep weights decoded.
 pytestmark = pytest.mark.filterwarnings("ignore:nibblas. no FP4 kernel")
@@ -45,6 +48,29 @@ def test_examples_run_and_are_short(path):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_every_kernel_has_a_row_in_its_table():
+    rows = re.findall(r"^\| ([a-z0-9_, ]+) \|", (ROOT / "docs" / "kernels.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in row.split(", ")}
+    assert {tables.FORMAT_SUFFIX.sub("", kernel.name) for kernel in kernels()} <= named
+
+
+def test_evidence_of_an_earlier_source_is_marked(monkeypatch):
+    kernel = next(kernel for kernel in kernels() if kernel.name == "torch_linear")
+    problem = nb.Problem("linear", M=1, N=64, K=64, a="bf16", b="nvfp4", out="bf16")
+    now = evidence.Measurement(kernel.name, kernel.digest, problem, "a CPU", 1, "", "", samples=(2e-6,) * 5)
+    fast = {"samples": (1e-6,) * 5, "digest": "earlier"}
+    shipped = [replace(now, problem=replace(problem, M=2), **fast), replace(now, **fast), now]
+    monkeypatch.setattr(evidence.Store, "shipped_only", lambda _: shipped)
+    row = "| NVFP4 64x64, 1 thread | 2 us | 1 us† |"
+    assert row in tables.figures_table()
+    assert tables.figures_table().endswith(f"\n\n{tables.NOTE}")
+    assert tables.known(kernel, ("cpu",), False) == "measured"
+    shipped.pop()
+    assert tables.known(kernel, ("cpu",), False) == "measured†"
+    shipped[:] = [now]
+    assert tables.OLD not in tables.figures_table()
 
 
 def test_links_lead_somewhere():
