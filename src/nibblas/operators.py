@@ -326,16 +326,17 @@ def _quantize(x, global_scale, format, scale_rule, kernel):
     )
     with on_device(x.device):
         w = choose(problem, x.device, kernel).launch(x, target, scale_rule, global_scale)
-    # An operator's results may not be its inputs, and have one type: MXFP4's absent global scale travels as a 1.
-    own = x.new_ones((), dtype=torch.float32) if w.global_scale is None else w.global_scale.clone()
-    return w.data, w.scale, own
+    # An operator's results have one type, and may not be its inputs: an absent global scale travels as no element.
+    if w.global_scale is None:
+        return w.data, w.scale, x.new_empty(0, dtype=torch.float32)
+    return w.data, w.scale, w.global_scale if global_scale is None else w.global_scale.clone()
 
 
 def _quantize_fake(x, global_scale, format, scale_rule, kernel):
     rows, K = x.shape
     blocks = K // as_format(format).block_size
     bytes_ = x.new_empty((rows, K // 2), dtype=torch.uint8), x.new_empty((rows, blocks), dtype=torch.uint8)
-    return (*bytes_, x.new_empty((), dtype=torch.float32))
+    return (*bytes_, x.new_empty(() if as_format(format).has_global_scale else 0, dtype=torch.float32))
 
 
 _define(

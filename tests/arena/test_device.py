@@ -28,10 +28,13 @@ class Event:
 
 
 class Profile:
-    """A profiler that saw the caches emptied, two kernels, and what is no work of the device."""
+    """A profiler that saw the caches emptied, two kernels after that unless it is the first, and what is no work."""
+
+    used = 0
 
     def __init__(self, activities):
         assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        Profile.used += 1
 
     def __enter__(self):
         return self
@@ -44,13 +47,14 @@ class Profile:
             return SimpleNamespace(time_range=SimpleNamespace(start=start, end=end), device_type=kind, **more)
 
         host, note = event(0, 500, DeviceType.CPU), event(0, 500, is_user_annotation=True)
-        return [event(100, 110), event(0, 90), event(112, 130), host, note]
+        kernels = [] if Profile.used == 1 else [event(100, 110), event(112, 130)]
+        return [*kernels, event(0, 40), event(40, 90), host, note]
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A Gpu over the fakes; `chosen` are the numbers of the devices that were made the current one."""
-    chosen, empty = [], torch.empty
+    chosen, zeros = [], torch.zeros
 
     def set_device(number):
         assert type(number) is int, "torch takes no device without a number here"
@@ -67,10 +71,13 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_CudaEventBase", Event, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_synchronize", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_sleep", lambda cycles: None, raising=False)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(Profile, "used", 0)
     monkeypatch.setattr(device, "cold_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(device, "_persisting_lines_forgotten", lambda: lambda: None)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **more: empty(*sizes, **more))
+    monkeypatch.setattr(device, "_clock_rate", lambda device: 1e9)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **more: zeros(*sizes, **more))
     return lambda name: (Gpu(torch.device(name)), chosen)
 
 
@@ -96,3 +103,26 @@ def test_what_the_profiler_saw_is_the_calls_own_work(gpu):
     assert output == 1
     assert set(spans) == set(made.timers)
     assert work == Work(kernels=2, span_ns=30e3, busy_ns=28e3)
+
+
+@pytest.mark.parametrize("nbytes", [8, 20, 4096, 100_000])
+def test_data_is_wrong_before_the_span_and_right_in_it(gpu, nbytes):
+    made, _ = gpu("cuda")
+    made.device = torch.device("cpu")  # where the data of this test lies
+    data = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    right = data.clone()
+    made.hold_back([data.untyped_storage()])
+    wrong = int((data != right).sum())
+    assert min(nbytes // 8 * 8, 64 * 8) == wrong
+    _, seen = made.timed(torch.clone, data)
+    assert torch.equal(seen, right)
+
+
+def test_data_of_other_devices_and_less_than_a_word_are_left_alone(gpu):
+    made, _ = gpu("cuda")
+    data = torch.arange(100)
+    made.hold_back([data.untyped_storage()])
+    assert torch.equal(data, torch.arange(100))
+    made.device, small = torch.device("cpu"), torch.ones(7, dtype=torch.uint8)
+    made.hold_back([small.untyped_storage()])
+    assert small.eq(1).all()

@@ -16,7 +16,12 @@ import torch
 import torch.profiler
 from torch.autograd import DeviceType
 
+from nibblas.arena.wire import storage_bytes
 from nibblas.memory import cold_bytes
+
+LEAD = 4e-3  # seconds for which a GPU is kept from the work of a call, so that all of it has been launched by then
+WORD = 8  # bytes of data that are held back together: an element, or several
+HELD_WORDS, HELD_TENSORS = 64, 8  # how many of a tensor, and of how many
 
 
 class Device(Protocol):
@@ -28,6 +33,9 @@ class Device(Protocol):
     @property
     def timers(self) -> tuple[str, ...]:
         """Names of the spans that `timed` returns; the first one ranks."""
+
+    def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Make the data of the next `timed` call wrong until its span has begun, where work could begin earlier."""
 
     def settle(self) -> None:
         """Leave the device idle, with the data of earlier work out of its caches."""
@@ -79,6 +87,9 @@ class Cpu:
         self._buffer = torch.zeros(max(self.flush_bytes // 8, 1), dtype=torch.int64)
         self._add_, self._clock = torch.Tensor.add_, time.perf_counter_ns
 
+    def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Nothing: the call itself begins the span."""
+
     def settle(self) -> None:
         """Read and write as many bytes as are in all caches, by as many threads as compute."""
         self._add_(self._buffer, 1)
@@ -102,9 +113,11 @@ class Cpu:
 class Gpu:
     """Events around the call, on the stream that is current before it, and the host's clock around all.
 
-    The caches are emptied on the device just before the first event, so that the launch of a kernel overlaps with it
-    and is not timed. After the last event has come the whole device is waited for: how much longer that takes is
-    "tail", and is work on other streams that the events don't see.
+    Before the first event the device is kept busy, for LEAD seconds and then with emptying its caches, so that launches
+    run ahead of it and are not timed. The caches are written and then read, which leaves nothing in them to write back.
+    A submission could use that time on another stream, which the events don't see. So some words of its data are not
+    there until the first event. After the last one has come the whole device is waited for: how much longer that takes
+    is "tail", and is work on other streams too.
     """
 
     timers: tuple[str, ...] = ("event", "host", "tail")
@@ -114,15 +127,14 @@ class Gpu:
         torch.cuda.init()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.flush_bytes = cold_bytes(self.device)
-        self._buffer = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
+        self._buffer = torch.zeros(self.flush_bytes // 8, dtype=torch.int64, device=self.device)
         events = torch._C._CudaEventBase
         self._record, self._wait, self._elapsed = events.record, events.synchronize, events.elapsed_time
         self._new_event, self._stream = torch.cuda.Event, torch.cuda.current_stream(self.device)
-        self._synchronize, self._zero_, self._clock = (
-            torch._C._cuda_synchronize,
-            torch.Tensor.zero_,
-            time.perf_counter_ns,
-        )
+        self._synchronize, self._clock = torch._C._cuda_synchronize, time.perf_counter_ns
+        self._zero_, self._sum, self._copy_ = torch.Tensor.zero_, torch.Tensor.sum, torch.Tensor.index_copy_
+        self._busy, self._lead = torch._C._cuda_sleep, round(LEAD * _clock_rate(self.device))
+        self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._profile, self._activities = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
         self._forget = _persisting_lines_forgotten()
         self._events = self._event_pair()
@@ -132,6 +144,17 @@ class Gpu:
         for event in pair:
             self._record(event, self._stream)  # an event takes its resources when it is first recorded
         return pair
+
+    def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """See Device: HELD_WORDS words of each of the largest tensors become NaN or -1, and are kept to be put back."""
+        self._held = []
+        on_device = [s for s in storages if s.device == self.device and s.nbytes() >= WORD]
+        for storage in sorted(on_device, key=torch.UntypedStorage.nbytes)[-HELD_TENSORS:]:
+            words = storage_bytes(storage)[: storage.nbytes() // WORD * WORD].view(torch.int64)
+            count = min(HELD_WORDS, words.numel())
+            places = torch.arange(count, device=self.device) * words.numel() // count
+            self._held.append((words, places, words[places]))
+            words.index_fill_(0, places, -1)
 
     def settle(self) -> None:
         """Wait, and take back the part of the L2 that earlier kernels may have set aside to keep data in."""
@@ -146,7 +169,11 @@ class Gpu:
         """See Device."""
         clock, record, stream, (first, last) = self._clock, self._record, self._stream, self._events
         start = clock()
+        self._busy(self._lead)
         self._zero_(self._buffer)
+        self._sum(self._buffer)
+        for words, places, values in self._held:
+            self._copy_(words, 0, places, values)
         record(first, stream)
         output = function(data)
         record(last, stream)
@@ -158,7 +185,15 @@ class Gpu:
         return {"event": event, "host": end - start, "tail": end - come}, output
 
     def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
-        """See Device. The first of what the profiler sees is our own, which empties the caches."""
+        """See Device. What the profiler sees of a call of nothing comes first in each, and is our own."""
+        _, _, own = self._profiled(lambda data: None, data)
+        spans, output, runs = self._profiled(function, data)
+        return spans, output, work_of(runs[len(own) :])
+
+    def _profiled(
+        self, function: Callable[[Any], Any], data: Any
+    ) -> tuple[dict[str, int], Any, list[tuple[float, float]]]:
+        """`timed` under a profiler, and the nanoseconds from when to when something ran on the device."""
         with self._profile(activities=self._activities) as found:
             spans, output = self.timed(function, data)
         runs = sorted(
@@ -166,7 +201,12 @@ class Gpu:
             for event in found.events()
             if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         )
-        return spans, output, work_of(runs[1:])
+        return spans, output, runs
+
+
+def _clock_rate(device: torch.device) -> float:
+    """The highest clock of a GPU's multiprocessors in Hz; 1.5 GHz where torch doesn't tell."""
+    return 1e3 * getattr(torch.cuda.get_device_properties(device), "clock_rate", 1.5e6)
 
 
 def _persisting_lines_forgotten() -> Callable[[], None]:

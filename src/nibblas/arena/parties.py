@@ -188,7 +188,6 @@ class Contestant:
     unloadable: FaultError | None = None
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
-    empty_spread_ns: float = 0.0
     empty_tail_ns: float = 0.0
     empty_inside_ns: float = 0.0
     empty_outside_ns: float = 0.0
@@ -276,7 +275,6 @@ class Contestant:
             inside.append(called - prepared)
             outside.append(prepared - used + self._cpu_ns() - called)
         self.empty_ns, self.empty_tail_ns = median(beyond), median(tails)
-        self.empty_spread_ns = sorted(beyond)[EMPTY_CALLS * 9 // 10] - self.empty_ns
         self.empty_inside_ns, self.empty_outside_ns = median(inside), median(outside)
 
     def call(

@@ -333,7 +333,7 @@ def _print_machine(record: Record, console: Console) -> None:
 
 
 def timing_in_words(protocol: Protocol) -> str:
-    flushed = f"{protocol.flush_bytes / 2**20:.0f} MiB written before each call"
+    flushed = f"{protocol.flush_bytes / 2**20:.0f} MiB written and read before each call"
     warmup = f"{protocol.warmup} call{'s' * (protocol.warmup != 1)} of warm-up"
     return f"{protocol.timer}; {warmup}; {flushed}; {protocol.stopping_rule}"
 

@@ -85,6 +85,7 @@ class Worker:
             # What the submission allocates next must not find an earlier answer there.
             with without_memory_is_fine():
                 torch.empty(nbytes, dtype=torch.uint8, device=self.device.device).fill_(0xFF)
+        self.device.hold_back(self.storages)
         self.device.settle()
         self.device.synchronize()
         return {}
