@@ -106,8 +106,8 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Findi
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
     `empty_ns` is what the runner sees of a call of nothing, beyond its claim. What is missing in the quietest tenth of
-    the calls counts, since most had to wait for the machine here and there: a timer that lies does so in all of them. On
-    a CPU that others use too, waiting is all that this can show for sure, so that it only asks a person to look;
+    the calls counts, since most had to wait for the machine here and there, and a timer that lies does so in all. On a
+    CPU that others use too, waiting is all that this can show for sure, so that it only asks a person to look;
     unseen_cpu_time is the stricter test there.
     """
     pairs = [
