@@ -560,6 +560,21 @@ def test_bench_writes_elsewhere_and_json(run, quick, tmp_path):
     assert not (nibblas.paths.cache_dir() / "evidence").exists()
 
 
+def test_bench_that_is_stopped_keeps_what_it_wrote(run, quick, monkeypatch, tmp_path):
+    result = sweep._Run.result
+
+    def stopped_at_two_rows(self, *arguments):
+        if self.M == 2:
+            raise KeyboardInterrupt
+        return result(self, *arguments)
+
+    monkeypatch.setattr(sweep._Run, "result", stopped_at_two_rows)
+    output = tmp_path / "measured.jsonl"
+    status, _, _ = run(*BENCH, "--kernels", "torch_linear", "--output", output)
+    assert status != 0
+    assert [m.problem.M for m in evidence.read(output)] == [1]
+
+
 def test_bench_fails_on_a_wrong_kernel(run, quick, monkeypatch):
     monkeypatch.setattr(operands, "compare", lambda *_: (1.0, "all elements are wrong"))
     status, text, _ = run(*BENCH)

@@ -509,6 +509,13 @@ def bench(
     rows = [M for (M,) in (_sizes(rows, "M") for rows in _split(M))]
     wanted = [_format(name) for name in _split(formats)]
     set_dependent_launch(dependent_launch)
+    results: list[Any] = []
+
+    def keep(result: Any) -> None:
+        results.append(result)
+        if output:  # at once, so that a run that is stopped loses nothing
+            evidence.append(output, result.measurements)
+
     with _progress("bench") as advance:
         options: dict[str, Any] = {
             "device": place,
@@ -517,18 +524,18 @@ def bench(
             "rounds": rounds,
             "seconds": seconds,
             "progress": advance,
+            "keep": keep,
         }
         if quantizes:
-            results = sweep_quantize(matrices, wanted, activations, **options)
+            sweep_quantize(matrices, wanted, activations, **options)
         else:
             options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
-            problems = [([(N, K)], [few]) for N, K, few in random_problems(random)] or [(matrices, rows)]
-            results = [r for some, few in problems for r in sweep(some, few, wanted, activations, **options)]
+            for some, few in [([(N, K)], [few]) for N, K, few in random_problems(random)] or [(matrices, rows)]:
+                sweep(some, few, wanted, activations, **options)
     measurements = [m for result in results for m in result.measurements]
-    if output:
-        evidence.append(output, measurements)
-    else:
-        output = evidence.store().add(measurements)  # None, and a warning, where it can't be written
+    if not output:
+        # Not before the end, since it changes the choices. None, and a warning, where it can't be written.
+        output = evidence.store().add(measurements)
     if as_json:
         _print_json([result.as_dict() for result in results])
     else:

@@ -129,6 +129,7 @@ def sweep(
     rounds: int = 30,
     seconds: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
+    keep: Callable[[Result], None] | None = None,
     command: str = "bench",
 ) -> list[Result]:
     """Time an op on every combination of weights (N, K), rows M and format.
@@ -141,6 +142,7 @@ def sweep(
     peers : other libraries to time beside a plain linear, by name (bench/peers.py).
     rounds, seconds : samples of each function of a problem, and when to stop taking more.
     progress : called with problems done, all problems, and the one to come.
+    keep : called with each result when it is there.
     command : what errors name.
 
     Nothing is stored: the caller gives `Result.measurements` to evidence.Store.add. ValueError for unknown names.
@@ -186,6 +188,8 @@ def sweep(
                         progress(len(results), total, f"{op} {format} {M} x {N} x {K}")
                     run = _Run(usual, hard, hard.covers(legal), M, dense, others, line, device)
                     results.append(run.result(chosen, rounds, seconds))
+                    if keep:
+                        keep(results[-1])
     dispatch.forget()
     return results
 

@@ -40,6 +40,7 @@ def sweep_quantize(
     rounds: int = 30,
     seconds: float = 1.0,
     progress: Callable[[int, int, str], None] | None = None,
+    keep: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Time quantize on (N, K) matrices of a dtype, by every scale rule of each format, global scales found in the call.
 
@@ -66,6 +67,8 @@ def sweep_quantize(
                 if progress:
                     progress(len(results), len(shapes) * len(wanted), str(problem))
                 results.append(_result(problem, format, kernels, x, hard, line, device, rounds, seconds))
+                if keep:
+                    keep(results[-1])
     dispatch.forget()
     return results
 
