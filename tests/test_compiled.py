@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from nibblas import evidence
-from nibblas.bench.compiled import ARCHS, LAUNCHES, Code, cases, measurement
+from nibblas.bench.compiled import ARCHS, LAUNCHES, MULTIPROCESSORS, Code, K, N, cases, compile, measurement, weights
+from nibblas.formats import FORMATS
 from nibblas.kernels import kernels
+from nibblas.kernels.triton_launch import Target
+from nibblas.kernels.triton_linear import linear_launches
 
 SHIPPED = Path(__file__).parents[1] / "evidence" / "compiled.jsonl"
 
@@ -21,6 +25,18 @@ def test_every_triton_kernel_made_for_an_architecture_is_compiled_for_it(arch):
         assert case.problem.arch == arch
         others = "needs triton"  # nothing but a missing package speaks against it
         assert (case.kernel.why_not(case.problem) or others).startswith(others)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_tiles_do_not_spill_where_tensor_cores_take_operands_from_registers(arch, format):
+    """Of many rows, of `a` in terms and of `a` that is decoded too: they need the most registers."""
+    pytest.importorskip("triton")
+    for a in (torch.empty(512, K, dtype=torch.bfloat16), torch.empty(64, K), weights(format, 64, K)):
+        out = torch.empty(a.shape[0], N, dtype=torch.bfloat16)
+        launch, *_ = linear_launches(a, weights(format, N, K), None, out, Target(arch, MULTIPROCESSORS))
+        code = compile(launch, arch)
+        assert code.spills == 0, (tuple(a.shape), code)
 
 
 def test_kernels_that_are_left_out_run_where_they_are_measured():
@@ -57,3 +73,4 @@ def test_shipped_evidence_names_every_kernel_and_block_scaled_instruction():
     for m in native:
         assert block_scaled[m.problem.arch] in m.facts["tensor instructions"]
     assert not any(m.samples for m in found)
+    assert [str(m.problem) for m in found if m.facts["spills"] != "0"] == []

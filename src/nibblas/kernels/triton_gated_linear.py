@@ -25,7 +25,7 @@ from nibblas.kernels.triton_launch import (
     target_of,
     tl_dtype,
 )
-from nibblas.kernels.triton_linear import Config, cost, split_for
+from nibblas.kernels.triton_linear import Config, cost, operands_in_registers, split_for, stages_for
 from nibblas.problem import DTYPES
 from nibblas.tensor import ScaledTensor
 
@@ -35,14 +35,15 @@ ALPHA, LIMIT = 1.702, 7.0
 
 def config_for(M: int, N: int, K: int, terms: int, target: Target) -> Config:
     """The tile for a gated product, by M and by how many programs fill the device."""
-    stages = 3 if target.shared_memory > 128 << 10 else 2
-    if M <= 64:
-        BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
+    stages, programs = stages_for(target), 6.0 if M <= 32 else 2.0
+    BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
+    if terms > 1 and target.ptx and (M <= 64 or operands_in_registers(target)):
+        config = Config(BLOCK_M, 64, 32, num_stages=stages)
+    elif M <= 64:
         # Two decoded tiles of 256 spill on CDNA.
-        BLOCK_K, programs = (256 if target.ptx else 128, 6.0) if M <= 32 else (128, 2.0)
-        config = Config(BLOCK_M, 64, BLOCK_K, num_stages=stages)
+        config = Config(BLOCK_M, 64, 256 if M <= 32 and target.ptx else 128, num_stages=stages)
     elif terms > 1:
-        config, programs = Config(64, 32, 64, num_stages=2), 2.0
+        config = Config(64, 32, 64, num_stages=2)
     else:
         config, programs = Config(128, 64, 64, num_warps=8, num_stages=stages), 1.5
     tiles = -(-M // config.BLOCK_M) * -(-N // config.BLOCK_N)

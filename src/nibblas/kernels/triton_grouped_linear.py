@@ -29,22 +29,26 @@ from nibblas.kernels.triton_launch import (
     target_of,
     tl_dtype,
 )
-from nibblas.kernels.triton_linear import Config, native_config
+from nibblas.kernels.triton_linear import (
+    Config,
+    is_crowded,
+    native_config,
+    operands_in_registers,
+    stages_for,
+    tile_for,
+)
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
 
-def config_for(M: int, N: int, G: int, terms: int, target: Target) -> Config:
+def config_for(M: int, N: int, G: int, terms: int, crowded: bool, target: Target) -> Config:
     """The tile by the mean rows of a group."""
-    stages = 3 if target.shared_memory > 128 << 10 else 2
     mean = M / G
-    if mean <= 32:
-        return Config(16 if mean <= 16 else 32, 64, 256, num_stages=stages)
-    if terms > 1:
-        return Config(64, 64, 64, num_stages=2)
-    return Config(64, 128, 128, num_stages=stages) if mean <= 256 else Config(128, 128, 64, num_stages=stages)
+    if mean <= 32 or (mean <= 256 and terms == 1) or operands_in_registers(target):
+        return tile_for(mean, terms, crowded, target)
+    return Config(64, 64, 64, num_stages=2) if terms > 1 else Config(128, 128, 64, num_stages=stages_for(target))
 
 
 def grouped_launch(
@@ -62,8 +66,9 @@ def grouped_launch(
     x, w = rows_contiguous(x), rows_contiguous(w)
     (M, K), (G, N, _) = x.shape, w.shape
     dtype, terms = dot_dtype(x, w.format, target)
-    config = config or (native_config(target) if native else config_for(M, N, G, terms, target))
     align = 1 if native else scale_align((x, w))
+    crowded = is_crowded(x, align)
+    config = config or (native_config(target) if native else config_for(M, N, G, terms, crowded, target))
     constants: dict[str, Any] = config.constants
     del constants["SPLIT"], constants["GROUP"]
     return Launch(

@@ -65,18 +65,46 @@ class Config:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-def config_for(M: int, N: int, K: int, L: int, block_size: int, terms: int, target: Target) -> Config:
+def operands_in_registers(target: Target) -> bool:
+    """Whether tensor cores take both operands from registers: all of NVIDIA's but Hopper's and large Blackwell's."""
+    return target.ptx and target.arch not in ("sm_90", "sm_100", "sm_103", "sm_110")
+
+
+def stages_for(target: Target) -> int:
+    """Steps of K in flight: below 128 KiB of shared memory one less."""
+    return 3 if target.shared_memory > 128 << 10 else 2
+
+
+def is_crowded(a: Tensor | ScaledTensor, align: int) -> bool:
+    """Whether registers hold more than b: an `a` that is decoded too, or scales too narrow for asynchronous copies."""
+    return isinstance(a, ScaledTensor) or align < 4
+
+
+def tile_for(rows: float, terms: int, crowded: bool, target: Target) -> Config:
+    """The tile for up to 64 rows; where operands_in_registers, for any number.
+
+    An `a` in terms spills unless steps of K are small: with sm_80's code an H200 takes 7 times as long then. Where
+    operands_in_registers, 128 rows spill too, or take 8 warps that decode the same columns again, and so do large steps
+    where it is_crowded: up to 1.4 times as long.
+    """
+    BLOCK_M = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # 4 bytes of scales a thread and step: fewer can't be copied asynchronously.
+    BLOCK_N, BLOCK_K = (64, 256) if rows <= 32 else (128, 128)
+    if terms > 1 and target.ptx:
+        BLOCK_N, BLOCK_K = 64, 32
+    elif crowded and rows > 32 and operands_in_registers(target):
+        BLOCK_K = 64
+    return Config(BLOCK_M, BLOCK_N, BLOCK_K, num_stages=stages_for(target))
+
+
+def config_for(M: int, N: int, K: int, L: int, block_size: int, terms: int, crowded: bool, target: Target) -> Config:
     """The tile for a product with b of this block_size, by M and by how many programs fill the device.
 
-    From timing 274 configurations at N = 7168, K = 16384 on an H200; below 128 KiB of shared memory one stage less.
+    From timing 274 configurations at N = 7168, K = 16384 on an H200.
     """
-    stages = 3 if target.shared_memory > 128 << 10 else 2
-    if M <= 64:
-        BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
-        # 4 bytes of scales a thread and step: fewer can't be copied asynchronously.
-        BLOCK_N, BLOCK_K = (64, 256) if M <= 32 else (128, 128)
-        programs = 6.0 if M <= 32 else 2.0
-        config = Config(BLOCK_M, BLOCK_N, BLOCK_K, num_stages=stages)
+    stages = stages_for(target)
+    if M <= 64 or operands_in_registers(target):
+        config, programs = tile_for(M, terms, crowded, target), 6.0 if M <= 32 else 2.0
     elif terms > 1:
         config, programs = Config(64, 64, 64, num_stages=2), 2.0
     else:
@@ -109,8 +137,9 @@ def linear_launches(
     a, b = rows_contiguous(a), rows_contiguous(b)
     (M, K), N, L = a.shape[-2:], b.shape[-2], b.shape[0] if b.ndim == 3 else 1
     dtype, terms = dot_dtype(a, b.format, target)
-    config = config or config_for(M, N, K, L, b.format.block_size, terms, target)
-    split, align = config.SPLIT, scale_align((a, b))
+    align = scale_align((a, b))
+    config = config or config_for(M, N, K, L, b.format.block_size, terms, is_crowded(a, align), target)
+    split = config.SPLIT
     partial_sums = out.new_empty((split, L, M, N), dtype=torch.float32) if split > 1 else None
     blocks = {"A_BLOCK": block_size(a), "B_BLOCK": block_size(b)}
     batch_a, batch_b = batch_arguments("a", a, align), batch_arguments("b", b, align)
@@ -215,14 +244,20 @@ def launch_native(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Te
 
 
 def cost(problem: Problem, line: Roofline) -> float:
-    """Fitted to four shapes on an H200: launch, prologue and the adding of splits, then some floors."""
+    """Fitted to some shapes on an H200: launch, prologue and the adding of splits, then some floors, or, where tiles of
+    both operands are decoded, the rate at which that goes.
+    """
     floors = 2.4 if problem.M <= 16 else 3.1 if problem.M <= 64 else 2.4 if problem.M <= 1024 else 1.9
-    return 6.5e-6 + floors * line.floor(problem)
+    return 6.5e-6 + max(floors * line.floor(problem), _decoding_both(problem, line))
+
+
+def _decoding_both(problem: Problem, line: Roofline) -> float:
+    return problem.operations / (0.18 * line.rate("bf16")) if problem.a in FORMATS else 0.0
 
 
 def cost_invariant(problem: Problem, line: Roofline) -> float:
     """As `cost`, and twice the floors where unsplit K leaves multiprocessors idle."""
-    return 6.5e-6 + 6 * line.floor(problem)
+    return 6.5e-6 + max(6 * line.floor(problem), 1.2 * _decoding_both(problem, line))
 
 
 _decoding = partial(
