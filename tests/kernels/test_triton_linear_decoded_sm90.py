@@ -15,7 +15,8 @@ from triton_processes import VERSIONS, compiled, interpreted, needs_triton
 
 from nibblas.kernel import Kernel
 from nibblas.kernels import cuda_linear_sm90, triton_linear_decoded_sm90
-from nibblas.kernels.triton_linear_decoded_sm90 import KERNELS, in_terms
+from nibblas.kernels.triton_linear_decoded import in_terms
+from nibblas.kernels.triton_linear_decoded_sm90 import KERNELS
 from nibblas.problem import Problem
 from nibblas.roofline import STATED
 

@@ -13,7 +13,8 @@ from triton_compile import print_facts
 
 from nibblas.bench.compiled import compile
 from nibblas.kernels.triton_launch import Launch
-from nibblas.kernels.triton_linear_decoded_sm90 import KERNELS, decode_launch, finish_launch
+from nibblas.kernels.triton_linear_decoded import finish_launch
+from nibblas.kernels.triton_linear_decoded_sm90 import KERNELS, decode_launch
 
 
 def cases() -> Iterator[tuple[str, Launch]]:
@@ -28,7 +29,7 @@ def cases() -> Iterator[tuple[str, Launch]]:
                 yield f"decode {format} {dtype} K={K}", decode_launch(b, out)
         for terms in (1, 2):
             sums, out = torch.empty(terms, 2, 64, 4096), torch.empty(2, 64, 4096, dtype=torch.bfloat16)
-            yield f"finish {format} terms={terms}", finish_launch(sums, b, None, out)
+            yield f"finish {format} terms={terms}", finish_launch(sums, out, b, None, out)
 
 
 if __name__ == "__main__":

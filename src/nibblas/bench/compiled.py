@@ -28,7 +28,14 @@ from nibblas.evidence import Measurement
 from nibblas.formats import FORMATS, Format
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels as all_kernels
-from nibblas.kernels import triton_gated_linear, triton_grouped_linear, triton_linear, triton_quantize
+from nibblas.kernels import (
+    triton_gated_linear,
+    triton_gated_linear_decoded,
+    triton_grouped_linear,
+    triton_linear,
+    triton_linear_decoded,
+    triton_quantize,
+)
 from nibblas.kernels.triton_launch import Launch, Target
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
 from nibblas.problem import Problem
@@ -134,6 +141,19 @@ def _gated(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
         yield Case(kernel, Problem("gated_linear", M, N, K, b=format.name, arch=target.arch), tuple(launches))
 
 
+def _decoded(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
+    """What is beside the product, which is the vendor's."""
+    gated = kernel.op == "gated_linear"
+    x, b, out = _dense(512, K), weights(format, N, K), _dense(512, N)
+    decode = triton_linear_decoded.decode_launch(b, torch.empty(1, N, K, dtype=torch.bfloat16), target)
+    sums = torch.empty(1, 2 if gated else 1, 512, N)
+    if gated:
+        finish = triton_gated_linear_decoded.finish_launch(sums, x, b, b, None, None, "silu", out)
+    else:
+        finish = triton_linear_decoded.finish_launch(sums, x, b, None, out)
+    yield Case(kernel, Problem(kernel.op, 512, N, K, b=format.name, arch=target.arch), (decode, finish))
+
+
 def _quantize(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
     for rule in format.scale_rules:
         _, launches = triton_quantize.quantize_launches(_dense(512, K), format, rule, None, target)
@@ -150,6 +170,8 @@ LAUNCHES: dict[str, Callable[[Kernel, Format, Target], Iterator[Case]]] = {
     "triton_grouped_linear_native": partial(_grouped, native=True),
     "triton_grouped_linear_native_gfx950": partial(_grouped, native=True),
     "triton_gated_linear": _gated,
+    "triton_linear_decoded": _decoded,
+    "triton_gated_linear_decoded": _decoded,
     "triton_quantize": _quantize,
 }
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from nibblas.formats import NVFP4
 from nibblas.kernel import Kernel
-from nibblas.kernels.triton_launch import DEVICE_CODE, Launch, also, batch_arguments, dot_dtype, target_of
+from nibblas.kernels.triton_launch import DEVICE_CODE, Launch, also, dot_dtype, target_of
+from nibblas.kernels.triton_linear_decoded import cost, finish_launch, in_terms, multiply
 from nibblas.layouts import (
     FRAGMENT_SCALES_MXFP4,
     FRAGMENT_SCALES_NVFP4,
     FRAGMENTS_MXFP4,
     FRAGMENTS_NVFP4,
 )
-from nibblas.problem import DTYPES, Problem, bits
-from nibblas.roofline import Roofline
+from nibblas.problem import DTYPES
 from nibblas.tensor import ScaledTensor
 
 # Runs of 128 columns of a program's 16 rows: a row of them is stored as 1 KiB.
@@ -59,52 +59,6 @@ def decode_launch(b: ScaledTensor, out: Tensor) -> Launch:
     )
 
 
-def finish_launch(sums: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Launch:
-    """The launch that writes sums (terms, L, M, N) fp32, added, times what b's elements lack, plus bias (N,) to out."""
-    terms, L, M, N = sums.shape
-    BLOCK = 1024
-    return Launch(
-        "triton_linear_device",
-        "sum_splits",
-        L * M * -(-N // BLOCK),
-        {
-            "partial": sums,
-            "a_global": None,
-            "b_global": b.global_scale,
-            "bias": bias,
-            "out": out,
-            **{"M": M, "N": N, "L": L},
-            "a_global_stride": 0,
-            "b_global_stride": batch_arguments("b", b, 1)["b_global_stride"],
-            "out_stride": out.stride(-2),
-            "out_batch": out.stride(0) if out.ndim == 3 else 0,
-            "SPLIT": terms,
-            "BLOCK": BLOCK,
-            "A_BLOCK": 0,
-            "B_BLOCK": b.format.block_size,
-        },
-        {"num_warps": 4, "enable_fp_fusion": True},
-    )
-
-
-def in_terms(a: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
-    """a as `terms` tensors of dtype whose sum it is, exactly: (terms, *a.shape); two for fp16 in bf16, else one."""
-    if terms == 1:
-        return a.to(dtype).unsqueeze(0)
-    high = a.to(dtype)
-    rest = torch.where(a.isfinite(), a.float() - high.float(), 0.0)  # Inf - Inf would be NaN
-    return torch.stack((high, rest.to(dtype)))
-
-
-def multiply(a: Tensor, w: Tensor, sums: Tensor) -> None:
-    """Write a @ w.mT in fp32: a (terms, L, M, K), w (L, N, K), sums (terms, L, M, N) contiguous."""
-    if len(w) == 1:
-        torch.mm(a.reshape(-1, a.shape[-1]), w[0].mT, torch.float32, out=sums.view(-1, sums.shape[-1]))
-        return
-    for term, into in zip(a, sums, strict=True):
-        torch.bmm(term, w.mT, torch.float32, out=into)
-
-
 def launch(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None:
     """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K) prepacked, bias (N,), out ([L,] M, N)."""
     a = a if a.ndim == 3 else a.unsqueeze(0)
@@ -114,24 +68,7 @@ def launch(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> None
     decode_launch(b, w).run()
     sums = torch.empty(terms, L, M, N, dtype=torch.float32, device=out.device)
     multiply(in_terms(a, w.dtype, terms), w, sums)
-    finish_launch(sums, b, bias, out).run()
-
-
-# The passes that only move bytes reach three quarters of the bandwidth at which the device reads, and each of the three
-# launches takes 3 us of its own: so estimated, times are within 20 % of what an H200 took.
-MOVING, LAUNCHES = 0.75, 9e-6
-
-
-def cost(problem: Problem, line: Roofline) -> float:
-    """Decoding by its traffic, the dense product by the roofline, the narrowing of the sums by its traffic."""
-    M, N, K, L = problem.M, problem.N, problem.K, problem.L
-    terms = 2 if problem.a == "fp16" and problem.b != NVFP4.name else 1
-    decoding = N * K * (bits(problem.b) / 8 + 2)
-    narrowing = M * N * (4 * terms + bits(problem.out) / 8)
-    operands = 2 * (N * K + terms * M * K) + 4 * terms * M * N
-    rate = line.rate("bf16" if terms > 1 else problem.a)
-    product = max(operands / line.read_bandwidth, 2 * terms * M * N * K / rate)
-    return LAUNCHES + L * ((decoding + narrowing) / (MOVING * line.read_bandwidth) + product)
+    finish_launch(sums, a, b, bias, out).run()
 
 
 _kernel = partial(
@@ -144,6 +81,7 @@ _kernel = partial(
     also=also,
     sources=(
         *DEVICE_CODE,
+        "kernels/triton_linear_decoded.py",
         "kernels/triton_linear_decoded_sm90.py",
         "kernels/triton_linear_decoded_sm90_device.py",
         "kernels/triton_linear_device.py",

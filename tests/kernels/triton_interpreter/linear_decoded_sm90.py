@@ -72,7 +72,7 @@ def test_sums_of_terms() -> None:
     sums = torch.arange(2 * 2 * 3 * 40, dtype=torch.float32).view(2, 2, 3, 40)
     b = prepacked((2, 40, 32), NVFP4, NARROW["nvfp4"])
     wide = poisoned_empty((2, 3, 56), torch.float32)
-    decoded.finish_launch(sums, b, None, wide[..., :40]).run()
+    decoded.finish_launch(sums, wide, b, None, wide[..., :40]).run()
     assert torch.equal(wide[..., :40], sums.sum(0) * (b.global_scale * UNIT["nvfp4"]).view(2, 1, 1))
     assert wide[..., 40:].isnan().all()
 

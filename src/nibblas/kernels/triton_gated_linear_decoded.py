@@ -1,0 +1,123 @@
+"""act(x @ w_gate.T) * (x @ w_up.T) with many rows of x: all that is FP4 is decoded once, then cuBLAS multiplies.
+
+Decoding, exactness, bounds and scratch as in triton_linear_decoded.py, of two weights: both products are one batch of
+cuBLAS's, in fp32, and one kernel adds, gates and narrows them.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nibblas.formats import FORMATS
+from nibblas.kernel import Kernel
+from nibblas.kernels.triton_gated_linear import ALPHA, LIMIT
+from nibblas.kernels.triton_launch import DEVICE_CODE, NVIDIA, Launch, also, block_size, target_of
+from nibblas.kernels.triton_linear_decoded import cost as linear_cost
+from nibblas.kernels.triton_linear_decoded import decode_launch, decoded, dtype_of, in_terms
+from nibblas.layouts import LINEAR, BLOCKED_128x4
+from nibblas.problem import DTYPES, Problem
+from nibblas.roofline import Roofline
+from nibblas.tensor import ScaledTensor
+
+
+def finish_launch(
+    sums: Tensor,
+    x: Tensor | ScaledTensor,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    out: Tensor,
+) -> Launch:
+    """The launch that writes both products (terms, 2, M, N) fp32, added, made whole and gated, to out (M, N)."""
+    terms, _, M, N = sums.shape
+    BLOCK = 512
+    return Launch(
+        "triton_gated_linear_device",
+        "sum_gated_splits",
+        M * -(-N // BLOCK),
+        {
+            "partial": sums,
+            "a_global": None if isinstance(x, Tensor) else x.global_scale,
+            "gate_global": w_gate.global_scale,
+            "up_global": w_up.global_scale,
+            "bias_gate": bias_gate,
+            "bias_up": bias_up,
+            "out": out,
+            **{"M": M, "N": N, "alpha": ALPHA, "limit": LIMIT},
+            "out_stride": out.stride(0),
+            "SPLIT": terms,
+            "CLAMPED": activation == "swiglu_clamped",
+            "A_BLOCK": block_size(x),
+            "B_BLOCK": block_size(w_up),
+            "BLOCK": BLOCK,
+        },
+        {"num_warps": 4, "enable_fp_fusion": True},
+    )
+
+
+def multiply(x: Tensor, w: Tensor, sums: Tensor) -> None:
+    """Write x @ w.mT in fp32: x (terms, M, K), w (2, N, K), sums (terms, 2, M, N)."""
+    for term, into in zip(x, sums, strict=True):
+        torch.bmm(term.expand(2, *term.shape), w.mT, torch.float32, out=into)
+
+
+def launch(
+    x: Tensor | ScaledTensor,
+    w_gate: ScaledTensor,
+    w_up: ScaledTensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    activation: str,
+    out: Tensor,
+    *,
+    linear: object = None,
+) -> None:
+    """Write act(x @ w_gate.T + bias_gate) * (x @ w_up.T + bias_up) to out, in fp32 until the end.
+
+    Shapes as in triton_gated_linear.launch; `linear` is not needed.
+    """
+    target = target_of(out.device)
+    (M, N), K = out.shape, w_up.shape[-1]
+    dtype, terms = dtype_of(x, w_up, out.dtype, target)
+    w = torch.empty(2, N, K, dtype=dtype, device=out.device)
+    for each, into in zip((w_gate, w_up), w, strict=True):
+        decode_launch(each, into.unsqueeze(0), target).run()
+    rows = in_terms(x, dtype, terms) if isinstance(x, Tensor) else decoded(x, dtype, target)
+    sums = torch.empty(terms, 2, M, N, dtype=torch.float32, device=out.device)
+    multiply(rows, w, sums)
+    finish_launch(sums, x, w_gate, w_up, bias_gate, bias_up, activation, out).run()
+
+
+def cost(problem: Problem, line: Roofline) -> float:
+    """That of a product with as many rows of weights as both have."""
+    return linear_cost(replace(problem, op="linear", N=2 * problem.N), line)
+
+
+KERNELS = (
+    Kernel(
+        name="triton_gated_linear_decoded",
+        op="gated_linear",
+        archs=NVIDIA,
+        operands=tuple((a, b) for b in FORMATS for a in ("bf16", "fp16", *FORMATS)),
+        outs=tuple(DTYPES),
+        launch=launch,
+        cost=cost,
+        also=also,
+        a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+        b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+        sources=(
+            *DEVICE_CODE,
+            "kernels/triton_linear.py",
+            "kernels/triton_linear_device.py",
+            "kernels/triton_linear_decoded.py",
+            "kernels/triton_linear_decoded_device.py",
+            "kernels/triton_gated_linear.py",
+            "kernels/triton_gated_linear_device.py",
+            "kernels/triton_gated_linear_decoded.py",
+        ),
+        decodes_weights=True,
+    ),
+)
