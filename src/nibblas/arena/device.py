@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from nibblas.arena.wire import storage_bytes
 from nibblas.memory import cold_bytes
 
-LEAD = 4e-3  # seconds for which a GPU is kept from the work of a call, so that all of it has been launched by then
+LEAD = 10e-3  # seconds for which a GPU is kept from the work of a call, so that all of it has been launched by then
 WORD = 8  # bytes of data that are held back together: an element, or several
 HELD_WORDS, HELD_TENSORS = 64, 8  # how many of a tensor, and of how many
 

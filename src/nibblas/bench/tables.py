@@ -47,7 +47,7 @@ def answers(kernel: Kernel, archs: tuple[str, ...], op: str, fp4: bool | None) -
 
 
 def is_old(m: Measurement) -> bool:
-    """Whether it is of an earlier version of its kernel's source, or of a kernel that is gone."""
+    """Whether it is of an earlier version of its kernel's source."""
     return (m.kernel, m.digest) not in ((kernel.name, kernel.digest) for kernel in kernels())
 
 
@@ -104,11 +104,12 @@ def of_op(op: str) -> list[Measurement]:
 
 
 def _fastest(wanted: Callable[[Measurement], bool]) -> list[Measurement]:
-    """Of the shipped evidence that is wanted, the fastest kernel of each device, number of threads and problem.
+    """Of the shipped evidence that is wanted, the fastest of our kernels for each device, threads and problem.
 
     What an earlier version of a kernel took counts only where its source as it is was not measured.
     """
-    timed = [m for m in evidence.store().shipped_only() if m.samples and wanted(m)]
+    names = {kernel.name for kernel in kernels()}
+    timed = [m for m in evidence.store().shipped_only() if m.samples and m.kernel in names and wanted(m)]
     renewed = {(_case(m), m.kernel) for m in timed if not is_old(m)}
     best: dict[tuple, Measurement] = {}
     for m in timed:
