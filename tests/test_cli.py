@@ -593,7 +593,7 @@ def test_doctor(run, quick, monkeypatch):
         assert kernel.name in text
     assert "reads 10.0 GB/s" in text
     assert torch.__version__ in text
-    assert "1 measurements in 1 files, 1 of them stale" in text
+    assert "1 measurement in 1 file, 1 of them stale" in text
     assert "tier" in text or "no CPU library" in text
     status, text, _ = run("doctor", "--json")
     found = json.loads(text)

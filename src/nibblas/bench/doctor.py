@@ -26,6 +26,7 @@ from nibblas.layouts import LINEAR
 from nibblas.paths import cache_dir
 from nibblas.problem import Problem, arch_of
 from nibblas.roofline import Roofline, device_name, roofline
+from nibblas.words import counted
 
 # What a package that nibblas runs without is good for.
 OPTIONAL = {
@@ -234,9 +235,13 @@ def print_diagnosis(found: Diagnosis, console: Console) -> None:
     stores = []
     for store, name in zip(found.stores, ("shipped", "this machine's"), strict=True):
         stale = f", {store.stale} of them stale (the kernel has changed)" if store.stale else ""
-        stores.append((name, f"{store.measurements} measurements in {store.files} files{stale}; {escape(store.path)}"))
+        kept = f"{counted(store.measurements, 'measurement')} in {counted(store.files, 'file')}"
+        stores.append((name, f"{kept}{stale}; {escape(store.path)}"))
     _section(console, "Evidence", stores)
-    caches = [("", f"{escape(cache.path)}: {cache.files} files, {cache.bytes / 1e6:.1f} MB") for cache in found.caches]
+    caches = [
+        ("", f"{escape(cache.path)}: {counted(cache.files, 'file')}, {cache.bytes / 1e6:.1f} MB")
+        for cache in found.caches
+    ]
     _section(console, "Caches", caches)
 
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from nibblas.dispatch import best_storage
-from nibblas.formats import Format, as_format
+from nibblas.formats import Format
 from nibblas.kernel import Kernel
 from nibblas.layouts import LINEAR, Layout
 from nibblas.memory import use_huge_pages
+from nibblas.ops import format_for
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of
 from nibblas.quantize import ROTATIONS
 from nibblas.tensor import ScaledTensor
@@ -54,7 +55,7 @@ class PackedModule(nn.Module):
 
     def __init__(self, format: Format | str, scale_rule: str | None, rotation: int, dtype: torch.dtype | None):
         super().__init__()
-        self.format = as_format(format)
+        self.format = format_for(type(self).__name__, format)
         check_options(type(self).__name__, self.format, scale_rule, rotation)
         self.scale_rule = scale_rule
         self.rotation = rotation
