@@ -11,7 +11,7 @@ from arena_records import BAD, GOOD, SIZES, timed, untimed
 from rich.console import Console
 
 from nibblas.arena.page import page
-from nibblas.arena.record import Errors, Sample, Statistics, Traced
+from nibblas.arena.record import Errors, PairedRatio, Sample, Statistics, Traced
 from nibblas.arena.show import (
     clean,
     comparison_in_words,
@@ -141,6 +141,9 @@ def test_a_ratio_is_only_told_from_noise_beyond_it():
     assert comparison_in_words(fast) == "1.25 times as fast"
     assert comparison_in_words(slow) == "takes 1.25 times as long"
     assert comparison_in_words(same) == "no difference that can be told from noise"
+    # Noise has no side: 0.93 against itself could have been 1.075.
+    mirrored = PairedRatio("", 1.03, 1.01, 1.06, 0.92, 0.95, (), ())
+    assert comparison_in_words(mirrored) == "no difference that can be told from noise"
     assert "noise" in comparison_in_words(replace(fast, high=1.001))
     assert "noise" in comparison_in_words(replace(fast, noise_low=0.7))
 

@@ -1,6 +1,7 @@
 """What is made of times: when a case is done, floors, and claims that can't be."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -161,6 +162,35 @@ def test_what_most_replies_cost_more_is_no_unseen_time():
     assert timing.unseen_time(samples(claims, late, "event"), EMPTY, "event") is None
     late = [ns + EMPTY + 400e3 for ns in claims]
     assert timing.unseen_time(samples(claims, late, "event"), EMPTY, "event") is not None
+
+
+def test_a_timer_that_lies_in_most_calls_is_found():
+    real = around(800e3, 10e3, 32)
+    claims = [ns if i % 8 == 0 else ns / 40 for i, ns in enumerate(real)]
+    found = timing.unseen_time(samples(claims, [ns + EMPTY for ns in real], "event"), EMPTY, "event")
+    assert found is not None
+    assert found.severity == "refuse"
+
+
+def test_how_long_the_device_was_kept_busy_is_no_unseen_time():
+    claims, leads = around(20e3, 1e3, 30), around(10e6, 1e6, 30, 1)
+    seen = [ns + lead + EMPTY for ns, lead in zip(claims, leads, strict=True)]
+    told = [
+        replace(sample, claimed_ns=sample.claimed_ns | {"lead": lead})
+        for sample, lead in zip(samples(claims, seen, "event"), leads, strict=True)
+    ]
+    assert timing.unseen_time(told, EMPTY, "event") is None
+    endless = [replace(sample, claimed_ns=sample.claimed_ns | {"lead": 1e12}) for sample in told]
+    late = [replace(sample, observed_ns=sample.observed_ns + 40e6) for sample in endless]
+    assert timing.unseen_time(late, EMPTY, "event") is not None, "no lead is that long"
+
+
+def test_work_before_the_span_is_found():
+    work = {"kernels": 3, "span_ns": 90e3, "busy_ns": 19e3}
+    assert timing.early_work(timing.traced(work, 40e3)) is None
+    found = timing.early_work(timing.traced(work | {"early_ns": 60e3}, 40e3))
+    assert found is not None
+    assert (found.class_id, found.severity) == ("side-stream", "flag")
 
 
 @pytest.mark.parametrize(

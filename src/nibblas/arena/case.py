@@ -167,8 +167,8 @@ class CaseRun:
             result = replace(result, calls=index + 1)
             if traced:
                 found = timing.traced(call.work, timing.nanoseconds(call.spans, contestant.timers)[timer])
-                finding = timing.untraced_work(found, result.samples, timer)
-                findings = result.findings if finding is None else (*result.findings, finding)
+                seen = timing.early_work(found), timing.untraced_work(found, result.samples, timer)
+                findings = (*result.findings, *(finding for finding in seen if finding is not None))
                 result = replace(result, traced=found, findings=findings)
             if not good:
                 message = f"call {index}, with a secret seed: {message}"

@@ -6,7 +6,9 @@ what a submission puts in their place later is never called here.
 
 import ctypes
 import math
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +23,11 @@ from nibblas.memory import cold_bytes
 
 LEAD = 10e-3  # seconds for which a GPU is kept from the work of a call, so that all of it has been launched by then
 WORD = 8  # bytes of data that are held back together: an element, or several
-HELD_WORDS, HELD_TENSORS = 64, 8  # how many of a tensor, and of how many
+HELD_WORDS, HELD_TENSORS = 4096, 8  # how many of a tensor, and of how many
 
 
 class Device(Protocol):
-    """A device as the worker uses it; `flush_bytes` are written to empty its caches."""
+    """A device as the worker uses it; `flush_bytes` are written and read to empty its caches."""
 
     device: torch.device
     flush_bytes: int
@@ -35,10 +37,13 @@ class Device(Protocol):
         """Names of the spans that `timed` returns; the first one ranks."""
 
     def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Make the data of the next `timed` call wrong until its span has begun, where work could begin earlier."""
+        """Make the data of the next `timed` call wrong until its span begins, where work could begin earlier."""
+
+    def release(self) -> None:
+        """Make it right now."""
 
     def settle(self) -> None:
-        """Leave the device idle, with the data of earlier work out of its caches."""
+        """Leave the device idle; where `timed` does not do so, with the data of earlier work out of its caches."""
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
@@ -52,22 +57,24 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels, copies and fills of one call on a device: how many, from the first start to the last end, and the time
-    in which at least one of them ran; nanoseconds, 0 where a profiler sees none."""
+    """Kernels, copies and fills of one call on a device: how many, from the first start to the last end, the time in
+    which at least one of them ran, and for how long before the span of the call; nanoseconds, 0 where a profiler sees
+    none."""
 
     kernels: int = 0
     span_ns: float = 0.0
     busy_ns: float = 0.0
+    early_ns: float = 0.0
 
 
-def work_of(runs: Iterable[tuple[float, float]]) -> Work:
-    """The Work of these starts and ends."""
+def work_of(runs: Iterable[tuple[float, float]], since: float = -math.inf) -> Work:
+    """The Work of these starts and ends, in a call whose span began at `since`."""
     kernels, busy, first, last = 0, 0.0, math.inf, -math.inf
     for start, end in sorted(runs):
         kernels, first = kernels + 1, min(first, start)
         busy += max(end - max(start, last), 0.0)
         last = max(last, end)
-    return Work(kernels, last - first, busy) if kernels else Work()
+    return Work(kernels, last - first, busy, max(since - first, 0.0)) if kernels else Work()
 
 
 def device_of(name: str) -> Device:
@@ -90,6 +97,9 @@ class Cpu:
     def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Nothing: the call itself begins the span."""
 
+    def release(self) -> None:
+        """Nothing was held back."""
+
     def settle(self) -> None:
         """Read and write as many bytes as are in all caches, by as many threads as compute."""
         self._add_(self._buffer, 1)
@@ -111,16 +121,16 @@ class Cpu:
 
 
 class Gpu:
-    """Events around the call, on the stream that is current before it, and the host's clock around all.
+    """Events around the call, on the stream that was current at the start, and the host's clock around all.
 
     Before the first event the device is kept busy, for LEAD seconds and then with emptying its caches, so that launches
-    run ahead of it and are not timed. The caches are written and then read, which leaves nothing in them to write back.
-    A submission could use that time on another stream, which the events don't see. So some words of its data are not
-    there until the first event. After the last one has come the whole device is waited for: how much longer that takes
-    is "tail", and is work on other streams too.
+    run ahead of it and are not timed; how long that took is "lead". The caches are written and then read, which leaves
+    nothing in them to write back. A submission could use that time on another stream, which the events don't see. So
+    some words of its data, at places that nobody knows before, are not there until the first event. After the last one
+    has come the whole device is waited for: how much longer that takes is "tail", and is work on other streams too.
     """
 
-    timers: tuple[str, ...] = ("event", "host", "tail")
+    timers: tuple[str, ...] = ("event", "host", "tail", "lead")
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
@@ -131,30 +141,45 @@ class Gpu:
         events = torch._C._CudaEventBase
         self._record, self._wait, self._elapsed = events.record, events.synchronize, events.elapsed_time
         self._new_event, self._stream = torch.cuda.Event, torch.cuda.current_stream(self.device)
-        self._synchronize, self._clock = torch._C._cuda_synchronize, time.perf_counter_ns
-        self._zero_, self._sum, self._copy_ = torch.Tensor.zero_, torch.Tensor.sum, torch.Tensor.index_copy_
-        self._busy, self._lead = torch._C._cuda_sleep, round(LEAD * _clock_rate(self.device))
+        self._set_stream, self._synchronize = torch.cuda.set_stream, torch._C._cuda_synchronize
+        self._zero_, self._sum, self._clock = torch.Tensor.zero_, torch.Tensor.sum, time.perf_counter_ns
+        self._arange, self._select, self._equal = torch.arange, torch.Tensor.index_select, torch.equal
+        self._fill_, self._copy_ = torch.Tensor.index_fill_, torch.Tensor.index_copy_
+        self._random = random.SystemRandom().randrange
+        self._sleep, self._sleep_cycles = torch._C._cuda_sleep, round(LEAD * _clock_rate(self.device))
         self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._profile, self._activities = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
         self._forget = _persisting_lines_forgotten()
-        self._events = self._event_pair()
+        self._events = self._new_events()
 
-    def _event_pair(self) -> tuple[Any, Any]:
-        pair = self._new_event(enable_timing=True), self._new_event(enable_timing=True)
-        for event in pair:
+    def _new_events(self) -> tuple[Any, Any, Any]:
+        events = tuple(self._new_event(enable_timing=True) for _ in range(3))
+        for event in events:
             self._record(event, self._stream)  # an event takes its resources when it is first recorded
-        return pair
+        return events  # type: ignore[return-value]
 
     def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """See Device: HELD_WORDS words of each of the largest tensors become NaN or -1, and are kept to be put back."""
+        """See Device: HELD_WORDS words of each of the largest tensors become NaN or -1, and are kept to be put back.
+
+        Tensors that are poisoned, to be written by the call, are none of them.
+        """
         self._held = []
         on_device = [s for s in storages if s.device == self.device and s.nbytes() >= WORD]
-        for storage in sorted(on_device, key=torch.UntypedStorage.nbytes)[-HELD_TENSORS:]:
+        for storage in sorted(on_device, key=torch.UntypedStorage.nbytes, reverse=True):
             words = storage_bytes(storage)[: storage.nbytes() // WORD * WORD].view(torch.int64)
-            count = min(HELD_WORDS, words.numel())
-            places = torch.arange(count, device=self.device) * words.numel() // count
-            self._held.append((words, places, words[places]))
-            words.index_fill_(0, places, -1)
+            step = max(words.numel() // HELD_WORDS, 1)
+            places = self._arange(self._random(step), words.numel(), step, device=self.device)
+            values = self._select(words, 0, places)
+            self._fill_(words, 0, places, -1)
+            if not self._equal(values, self._select(words, 0, places)):
+                self._held.append((words, places, values))
+            if len(self._held) == HELD_TENSORS:
+                break
+
+    def release(self) -> None:
+        """See Device."""
+        for words, places, values in self._held:
+            self._copy_(words, 0, places, values)
 
     def settle(self) -> None:
         """Wait, and take back the part of the L2 that earlier kernels may have set aside to keep data in."""
@@ -167,13 +192,14 @@ class Gpu:
 
     def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
         """See Device."""
-        clock, record, stream, (first, last) = self._clock, self._record, self._stream, self._events
+        clock, record, stream, (zeroth, first, last) = self._clock, self._record, self._stream, self._events
+        self._set_stream(stream)  # a submission may have left another
         start = clock()
-        self._busy(self._lead)
+        record(zeroth, stream)
+        self._sleep(self._sleep_cycles)
         self._zero_(self._buffer)
         self._sum(self._buffer)
-        for words, places, values in self._held:
-            self._copy_(words, 0, places, values)
+        self.release()
         record(first, stream)
         output = function(data)
         record(last, stream)
@@ -181,23 +207,31 @@ class Gpu:
         come = clock()
         self._synchronize()
         end = clock()
-        event = round(self._elapsed(first, last) * 1e6)
-        return {"event": event, "host": end - start, "tail": end - come}, output
+        lead, event = (round(self._elapsed(*pair) * 1e6) for pair in ((zeroth, first), (first, last)))
+        return {"event": event, "host": end - start, "tail": end - come, "lead": lead}, output
 
     def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
-        """See Device. What the profiler sees of a call of nothing comes first in each, and is our own."""
+        """See Device. A call of nothing, traced before, tells which of the runs are our own."""
         _, _, own = self._profiled(lambda data: None, data)
         spans, output, runs = self._profiled(function, data)
-        return spans, output, work_of(runs[len(own) :])
+        ours = Counter(name for _, _, name in own)
+        others, until = [], -math.inf
+        for start, end, name in runs:
+            if ours[name]:
+                ours[name] -= 1
+                until = max(until, end)
+            else:
+                others.append((start, end))
+        return spans, output, work_of(others, until)
 
     def _profiled(
         self, function: Callable[[Any], Any], data: Any
-    ) -> tuple[dict[str, int], Any, list[tuple[float, float]]]:
-        """`timed` under a profiler, and the nanoseconds from when to when something ran on the device."""
+    ) -> tuple[dict[str, int], Any, list[tuple[float, float, str]]]:
+        """`timed` under a profiler, and from when to when, in nanoseconds, what ran on the device."""
         with self._profile(activities=self._activities) as found:
             spans, output = self.timed(function, data)
         runs = sorted(
-            (event.time_range.start * 1e3, event.time_range.end * 1e3)
+            (event.time_range.start * 1e3, event.time_range.end * 1e3, event.name)
             for event in found.events()
             if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         )

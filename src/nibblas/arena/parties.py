@@ -268,7 +268,7 @@ class Contestant:
             prepared = self._cpu_ns()
             started = time.perf_counter_ns()
             spans = self._ask("call", STARTING)["spans"]
-            beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]])
+            beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]] - spans.get("lead", 0))
             tails.append(spans.get("tail", 0))
             called = self._cpu_ns()
             self._ask("describe", STARTING)

@@ -70,7 +70,8 @@ class Traced:
     """What a profiler (CUPTI) saw on the GPU during one more call, after the samples: kernels, copies and fills.
 
     Nanoseconds. `span_ns` is from the first start to the last end, `busy_ns` the part in which at least one ran, both
-    0 where it saw none; `why_not` says why. `event_ns` is what the events around this same call gave.
+    0 where it saw none; `why_not` says why. `event_ns` is what the events around this same call gave, and `early_ns`
+    for how long before the first of them something ran.
     """
 
     kernels: int = 0
@@ -78,6 +79,7 @@ class Traced:
     busy_ns: float = 0.0
     event_ns: float | None = None
     why_not: str = ""
+    early_ns: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,11 @@ def left_out_in_words(cases: Sequence[CaseResult]) -> str:
 
 
 def comparison_in_words(ratio: PairedRatio) -> str:
-    """What a ratio with its interval and the noise says."""
-    if ratio.high < min(ratio.noise_low, 1.0):
+    """What a ratio with its interval and the noise says, which could as well have been on the other side of 1."""
+    noise_low, noise_high = min(ratio.noise_low, 1 / ratio.noise_high), max(ratio.noise_high, 1 / ratio.noise_low)
+    if ratio.high < min(noise_low, 1.0):
         return f"{1 / ratio.ratio:.3g} times as fast"
-    if ratio.low > max(ratio.noise_high, 1.0):
+    if ratio.low > max(noise_high, 1.0):
         return f"takes {ratio.ratio:.3g} times as long"
     return "no difference that can be told from noise"
 

@@ -25,6 +25,7 @@ SHARE = 0.25
 EVENT_STEP_NS = 500.0  # between the times that two events can be apart, as CUDA's documentation states it
 EVENT_SLACK_NS, HOST_SLACK_NS = 150e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
+LEAD_NS = 20e6  # the most that a worker may claim to have kept its device busy before a call
 TAIL_NS = 10e3  # for which a device may go on after the last event of a call, beyond what waiting for an idle one takes
 TRACED_NS = 5e3  # by which a profiler may see more work than the events: each kernel starts a little later under it
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
@@ -105,21 +106,23 @@ def below_floor(sample_ns: float, floor: float | None) -> bool:
 def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
-    `empty_ns` is what the runner sees of a call of nothing, beyond its claim. What is missing in the quietest tenth of
-    the calls counts, since most had to wait for the machine here and there, and a timer that lies does so in all. On a
-    CPU that others use too, waiting is all that this can show for sure, so that it only asks a person to look;
-    unseen_cpu_time is the stricter test there.
+    `empty_ns` is what the runner sees of a call of nothing, beyond what it claims and its "lead". Calls wait for the
+    machine here and there, so that the quietest tenth counts, in which least is missing: of a timer that lies it is
+    missing there too, or, where that lies in the other calls only, those claim less. On a CPU that others use too,
+    waiting is all that this can show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter
+    test there.
     """
     pairs = [
-        (ns, sample.observed_ns - empty_ns)
+        (sample.observed_ns - empty_ns - _lead_ns(sample) - ns, ns)
         for sample in samples
         if sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
     ]
     if len(pairs) < FEWEST:
         return None
     share, slack, severity = (SHARE, EVENT_SLACK_NS, REFUSE) if timer == "event" else (1.0, HOST_SLACK_NS, FLAG)
-    missing = sorted(seen - ns for ns, seen in pairs)[len(pairs) // 10]
-    usual = median(ns for ns, _ in pairs)
+    quiet = sorted(pairs)[: len(pairs) // 10 + 1]
+    usual = median(ns for _, ns in pairs)
+    missing = max(quiet[-1][0], median(ns for _, ns in quiet) - usual)
     if missing <= share * usual + slack:
         return None
     return Finding(
@@ -128,6 +131,11 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Findi
         f"the {timer} timer claims {usual / 1e3:.1f} us a call, and the runner saw {missing / 1e3:.1f} us more",
         evidence={"claimed_ns": usual, "missing_ns": missing},
     )
+
+
+def _lead_ns(sample: Sample) -> float:
+    """For how long, as the worker claims, the device was kept busy before the call; no more than it can have been."""
+    return min(sample.claimed_ns.get("lead") or 0.0, LEAD_NS)
 
 
 def unseen_cpu_time(samples: Sequence[Sample], inside_ns: Sequence[float], timer: str, cpus: int) -> Finding | None:
@@ -178,10 +186,22 @@ def other_streams(samples: Sequence[Sample], empty_tail_ns: float = 0.0) -> Find
 def traced(work: object, event_ns: float | None) -> Traced:
     """What a worker tells of one call under a profiler, with the events of the same call."""
     told = work if isinstance(work, dict) else {}
-    kernels, span, busy = (_positive(told.get(name)) for name in ("kernels", "span_ns", "busy_ns"))
+    kernels, span, busy, early = (_positive(told.get(name)) for name in ("kernels", "span_ns", "busy_ns", "early_ns"))
     if kernels is None or span is None or busy is None:
         return Traced(event_ns=event_ns, why_not="the profiler saw no kernels")
-    return Traced(int(kernels), span, busy, event_ns)
+    return Traced(int(kernels), span, busy, event_ns, early_ns=early or 0.0)
+
+
+def early_work(found: Traced) -> Finding | None:
+    """A finding where the profiler saw the call at work before its span began."""
+    if found.early_ns <= TRACED_NS:
+        return None
+    return Finding(
+        "side-stream",
+        FLAG,
+        f"in a call that was traced the device worked for it {found.early_ns / 1e3:.1f} us before its data was there",
+        evidence={"early_ns": found.early_ns, "kernels": found.kernels},
+    )
 
 
 def untraced_work(found: Traced, samples: Sequence[Sample], timer: str) -> Finding | None:
