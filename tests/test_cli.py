@@ -135,6 +135,12 @@ def test_nothing_heavy_is_imported_before_a_command_runs():
         ["bench", "--formats", "nvfp4,fp8"],
         ["bench", "--shapes", "64"],
         ["bench", "--M", "1,x"],
+        ["bench", "--M", ""],
+        ["bench", "--shapes", ","],
+        ["bench", "--formats", ""],
+        ["tune", ""],
+        ["tune", "64x64", "--M", ""],
+        ["tune", "64x64", "--formats", " "],
     ],
     ids=" ".join,
 )
@@ -424,7 +430,7 @@ def test_explain(run, measured, op):
     arguments = ["explain", op, "8x2048" if op == "quantize" else "8x1024x2048", "--threads", "1"]
     status, text, err = run(*arguments)
     assert (status, err) == (0, "")
-    assert f"{op} M=8 N={0 if op == 'quantize' else 1024} K=2048" in text
+    assert f"{op} M=8 {'' if op == 'quantize' else 'N=1024 '}K=2048 " in text
     assert "floor " in text
     assert "(bandwidth and rates measured)" in text
     of_op = [kernel.name for kernel in kernels() if kernel.op == op]
@@ -573,6 +579,36 @@ def test_bench_that_is_stopped_keeps_what_it_wrote(run, quick, monkeypatch, tmp_
     status, _, _ = run(*BENCH, "--kernels", "torch_linear", "--output", output)
     assert status != 0
     assert [m.problem.M for m in evidence.read(output)] == [1]
+
+
+@pytest.mark.parametrize("command", ["bench --shapes", "tune"])
+def test_what_was_measured_is_stored_when_stopped(run, quick, monkeypatch, command):
+    result = sweep._Run.result
+
+    def stopped_at_two_rows(self, *arguments):
+        if self.M == 2:
+            raise KeyboardInterrupt
+        return result(self, *arguments)
+
+    monkeypatch.setattr(sweep._Run, "result", stopped_at_two_rows)
+    options = ["64x128", "--M", "1,2", "--formats", "nvfp4", "--seconds", "1", "--threads", "1"]
+    assert run(*command.split(), *options)[0] == 130
+    store = evidence.Store(Path("absent"), nibblas.paths.cache_dir() / "evidence")
+    assert {m.problem.M for m in store.all()} == {1}
+
+
+def test_bench_of_no_kernel_that_runs_here_fails(run, quick):
+    status, text, err = run(*BENCH, "--kernels", "triton_linear")
+    assert status == 1
+    assert "added" not in text
+    assert re.fullmatch(r"error: no kernel was timed: triton_linear: runs on .*, this is cpu\n", err)
+    assert not (nibblas.paths.cache_dir() / "evidence").exists()
+
+
+def test_bench_tells_that_a_cpu_has_no_cublas(run, quick):
+    status, text, _ = run(*BENCH, "--kernels", "torch_linear", "--peers", "cublas")
+    assert status == 0
+    assert "cublas: needs a GPU, this is cpu" in text
 
 
 def test_bench_fails_on_a_wrong_kernel(run, quick, monkeypatch):

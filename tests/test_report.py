@@ -177,6 +177,9 @@ def test_what_holds_no_model_is_refused(tmp_path, monkeypatch):
         report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no model that transformers can load: it has no config\.json"):
         report(tmp_path)
+    (tmp_path / "one.safetensors").touch()
+    with pytest.raises(ValueError, match=r"one\.safetensors is no model .*: beside it is no config\.json"):
+        report(tmp_path / "one.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"report: transformers can't load .*: \S"):
         report(tmp_path)

@@ -197,6 +197,13 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _some(name: str, text: str) -> list[str]:
+    """What the option or argument `name` lists; wrong usage where that is nothing."""
+    if parts := _split(text):
+        return parts
+    raise typer.BadParameter(f"{name} is {text!r}, need one or more, with commas between them")
+
+
 # --- commands ------------------------------------------------------------------------------------------------------
 
 
@@ -416,14 +423,14 @@ def explain(
     format.check_K("explain", K)
     place = device_called(device)
     _refuse(context, f"{place} has no", threads=place.type != "cpu")
-    a = a if a in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
+    a = a.lower() if a.lower() in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
     if quantizes:
         rule = rule or format.scale_rules[0]
         if rule not in format.scale_rules:
             raise typer.BadParameter(f"rule {rule!r} is unknown; {format} has {', '.join(format.scale_rules)}")
         problem = Problem(op, M, 0, K, a=a, b=format.name, out=format.name, rule=rule, arch=arch_of(place))
     else:
-        out = out or "bf16"
+        out = (out or "bf16").lower()
         if out not in DTYPES:
             raise typer.BadParameter(f"out {out!r} is unknown; there are {', '.join(DTYPES)}")
         problem = Problem(
@@ -505,48 +512,56 @@ def bench(
     known = [kernel.name for kernel in kernels_of(op)]
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"no {op} kernel is called {', '.join(unknown)}; there are {', '.join(known)}")
-    matrices = [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))]
-    rows = [M for (M,) in (_sizes(rows, "M") for rows in _split(M))]
-    wanted = [_format(name) for name in _split(formats)]
+    matrices = [(N, K) for N, K in (_sizes(shape, "NK") for shape in _some("--shapes", shapes))]
+    rows = [M for (M,) in (_sizes(rows, "M") for rows in _some("--M", M))]
+    wanted = [_format(name) for name in _some("--formats", formats)]
     set_dependent_launch(dependent_launch)
+    activations = activations.lower()
     results: list[Any] = []
 
     def keep(result: Any) -> None:
         results.append(result)
-        if output:  # at once, so that a run that is stopped loses nothing
+        if output and result.measurements:
             evidence.append(output, result.measurements)
 
-    with _progress("bench") as advance:
-        options: dict[str, Any] = {
-            "device": place,
-            "threads": threads,
-            "names": names or None,
-            "rounds": rounds,
-            "seconds": seconds,
-            "progress": advance,
-            "keep": keep,
-        }
-        if quantizes:
-            sweep_quantize(matrices, wanted, activations, **options)
-        else:
-            options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
-            for some, few in [([(N, K)], [few]) for N, K, few in random_problems(random)] or [(matrices, rows)]:
-                sweep(some, few, wanted, activations, **options)
-    measurements = [m for result in results for m in result.measurements]
-    if not output:
-        # Not before the end, since it changes the choices. None, and a warning, where it can't be written.
-        output = evidence.store().add(measurements)
+    options: dict[str, Any] = {
+        "device": place,
+        "threads": threads,
+        "names": names or None,
+        "rounds": rounds,
+        "seconds": seconds,
+        "keep": keep,
+    }
+    written = output
+    # A run that is stopped loses nothing: what was measured is written at once, or else to the store however this ends.
+    try:
+        with _progress("bench") as advance:
+            options["progress"] = advance
+            if quantizes:
+                sweep_quantize(matrices, wanted, activations, **options)
+            else:
+                options |= {"op": op, "L": L, "G": G, "peers": _split(peers)}
+                for some, few in [([(N, K)], [few]) for N, K, few in random_problems(random)] or [(matrices, rows)]:
+                    sweep(some, few, wanted, activations, **options)
+    finally:
+        measurements = [m for result in results for m in result.measurements]
+        if not output and measurements:
+            # Not before the end, since it changes the choices. None, and a warning, where it can't be written.
+            written = evidence.store().add(measurements)
     if as_json:
         _print_json([result.as_dict() for result in results])
     else:
         console = _console()
         print_results(results, console)
-        if output:
+        if written and measurements:
             console.print(
-                f"{counted(len(measurements), 'measurement')} added to {escape(str(output))}",
+                f"{counted(len(measurements), 'measurement')} added to {escape(str(written))}",
                 highlight=False,
                 soft_wrap=True,
             )
+    if not measurements and not any(result.wrong for result in results):
+        reasons = {name: why for result in results for name, why in result.unable.items()}
+        raise RuntimeError(f"no kernel was timed: {'; '.join(f'{name}: {why}' for name, why in reasons.items())}")
     if any(result.wrong for result in results):
         raise typer.Exit(1)
 
@@ -583,10 +598,10 @@ def tune(
     _refuse(context, f"{place} has no", threads=place.type != "cpu")
     with _progress("tune") as advance:
         tuned = run(
-            [(N, K) for N, K in (_sizes(shape, "NK") for shape in _split(shapes))],
-            [rows for (rows,) in (_sizes(rows, "M") for rows in _split(M))],
-            [_format(name) for name in _split(formats)],
-            activations,
+            [(N, K) for N, K in (_sizes(shape, "NK") for shape in _some("SHAPES", shapes))],
+            [rows for (rows,) in (_sizes(rows, "M") for rows in _some("--M", M))],
+            [_format(name) for name in _some("--formats", formats)],
+            activations.lower(),
             op=op,
             L=L,
             G=G,
@@ -733,8 +748,10 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
     print_ = partial(console.print, highlight=False)
     print_(f"[bold]{first.problem}[/]")
     print_(first.floor_in_words)
-    table = _table("kernel", "weights in", "time", "of floor", "why", right=("time", "of floor"))
-    table.columns[2].no_wrap = table.columns[3].no_wrap = True
+    layouts = ["weights in"] if first.problem.op != "quantize" else []
+    table = _table("kernel", *layouts, "time", "of floor", "why", right=("time", "of floor"))
+    for column in table.columns[-3:-1]:
+        column.no_wrap = True
     unable: list[str] = []
     for i, (problem, candidate) in enumerate(rows):
         kernel = candidate.kernel
@@ -743,7 +760,10 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
             continue
         table.add_row(
             f"[bold]> {kernel.name}[/]" if i == 0 else f"  {kernel.name}",
-            "any layout" if kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts)),
+            *(
+                "any layout" if kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts))
+                for _ in layouts
+            ),
             in_words(candidate.seconds),
             first.share(candidate),
             candidate.basis_in_words,

@@ -42,7 +42,8 @@ class Problem:
     arch: str = "cpu"
 
     def __str__(self) -> str:
-        sizes = f"M={self.M} N={self.N} K={self.K}"
+        quantizes = self.op == "quantize"
+        sizes = f"M={self.M} K={self.K}" if quantizes else f"M={self.M} N={self.N} K={self.K}"
         sizes += f" L={self.L}" if self.L != 1 else ""
         sizes += f" G={self.G}" if self.op == "grouped_linear" else ""
         extras = "".join(
@@ -53,7 +54,8 @@ class Problem:
                 " batch_invariant" if self.batch_invariant else "",
             ]
         )
-        return f"{self.op} {sizes} {self.a} x {self.b} -> {self.out}{extras} on {self.arch}"
+        operands = self.a if quantizes else f"{self.a} x {self.b}"
+        return f"{self.op} {sizes} {operands} -> {self.out}{extras} on {self.arch}"
 
     @property
     def operations(self) -> int:

@@ -239,7 +239,8 @@ def _folder(path: Path | str | None) -> Path:
         raise FileNotFoundError(f"report: {path} does not exist")
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
-        raise ValueError(f"report: {folder} holds no model that transformers can load: it has no config.json")
+        what, it = ("is", "beside it is") if folder != path else ("holds", "it has")
+        raise ValueError(f"report: {path} {what} no model that transformers can load: {it} no config.json")
     return folder
 
 

@@ -154,8 +154,8 @@ def sweep(
         if is_unfit:
             raise ValueError(f"{command}: {op} has no {name}")
     chosen = named_kernels(op, names, arch_of(device))
-    peers = [name for name in peers if name not in ALWAYS_TIMED]
-    if unknown := set(peers) - set(PEERS):
+    peers = [name for name in peers if name not in ALWAYS_TIMED or device.type != "cuda"]
+    if unknown := set(peers) - {*PEERS, *ALWAYS_TIMED}:
         names_known = ", ".join((*PEERS, *ALWAYS_TIMED))
         raise ValueError(f"{command}: no peer is called {', '.join(sorted(unknown))}; there are {names_known}")
     if peers and (op != "linear" or L > 1):
@@ -226,6 +226,9 @@ def _peers(names: Sequence[str], operands: Operands, beyond: int) -> dict[str, P
     copies = max(1, -(-beyond // operands.b.nbytes))
     found: dict[str, Product | str] = {}
     for name in names:
+        if name in ALWAYS_TIMED:
+            found[name] = f"needs a GPU, this is {operands.b.device}"
+            continue
         try:
             product = PEERS[name](operands.b, operands.out, min(copies, GRAPH))
             check(product, operands.a, operands.answer(operands.a.shape[-2])[0])

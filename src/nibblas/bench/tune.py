@@ -46,27 +46,33 @@ def tune(
 ) -> list[Tuned]:
     """Time every kernel on weights (N, K) and M rows of each format, keep the evidence, and say what it changed.
 
-    op, L and G are as in `sweep`. Takes about `seconds` in all; kernels that give a wrong answer are not timed.
+    op, L and G are as in `sweep`. Takes about `seconds` in all, and keeps what was measured also where it is stopped.
+    Kernels that give a wrong answer are not timed.
     A choice changes only if the other kernel beats it by more than the noise of both (dispatch.rank).
     """
     each = seconds / max(1, len(shapes) * len(Ms) * len(formats))
-    results = sweep(
-        shapes,
-        Ms,
-        formats,
-        activations,
-        op=op,
-        L=L,
-        G=G,
-        device=device,
-        threads=threads,
-        rounds=1000,
-        seconds=each,
-        progress=progress,
-        command="tune",
-    )
-    evidence.store().add(m for result in results for m in result.measurements)
-    dispatch.forget()
+    results: list[Result] = []
+    try:
+        sweep(
+            shapes,
+            Ms,
+            formats,
+            activations,
+            op=op,
+            L=L,
+            G=G,
+            device=device,
+            threads=threads,
+            rounds=1000,
+            seconds=each,
+            progress=progress,
+            keep=results.append,
+            command="tune",
+        )
+    finally:  # not before the end, since it changes the choices
+        if results:
+            evidence.store().add(m for result in results for m in result.measurements)
+            dispatch.forget()
     with torch_threads(threads):
         return [tuned for result in results for tuned in _compare(result, device)]
 
