@@ -20,10 +20,10 @@ bench --shapes $large,$small --M 1,8,16,32,64 --formats nvfp4 --kernels cuda_lin
 bench --shapes 7168x16384,4096x7168 --M 128,512,2048 --kernels $prepacked,$decoded --peers humming,cublas --seconds 0.3
 bench --shapes 7168x16384,4096x7168 --M 1,16,64 --formats mxfp4 --kernels $prepacked --peers gemlite --seconds 0.3
 bench --shapes 7168x16384,4096x7168 --M 1,64 --formats nvfp4 --kernels triton_linear,torch_linear --seconds 0.3
-bench --shapes $large --M 128,512 --formats nvfp4 --activations fp4 --kernels triton_linear,triton_linear_decoded \
+bench --shapes $large --M 128,512 --formats nvfp4 --activations fp4 --kernels triton_linear,triton_linear_fp4_decoded \
     --seconds 0.15
 bench --op gated_linear --shapes 4096x7168 --M 64,256 --formats nvfp4 --activations fp4 --seconds 0.15 \
-    --kernels triton_gated_linear,triton_gated_linear_decoded
+    --kernels triton_gated_linear,triton_gated_linear_fp4_decoded
 bench --op grouped_linear --G 32 --shapes 2048x2048 --M 4,32,256 --seconds 0.15 \
     --kernels triton_grouped_linear,composite_grouped_linear
 bench --shapes 4096x7168 --L 8 --M 1,8 --formats nvfp4 --activations fp4 --kernels cuda_linear_fp4_sm90,triton_linear \

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nibblas.dispatch import Explanation, age, explain_problem, forget
+from nibblas.dispatch import Candidate, Explanation, age, explain_problem, forget
 from nibblas.formats import Format, as_format
 from nibblas.kernels import cuda_module
 from nibblas.kernels.composite import ACTIVATIONS
@@ -643,7 +643,7 @@ def dequantize(w: ScaledTensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayout:
     """The layout that block scales of both operands should have on a device, where a product is W4A4.
 
-    BLOCKED_128x4 where the dispatcher expects most of native kernels, which take no other, else LINEAR.
+    BLOCKED_128x4 where the dispatcher expects most of a kernel that takes no other (the native ones), else LINEAR.
 
     >>> nb.scale_layout(nb.NVFP4, "cpu")
     LINEAR
@@ -656,11 +656,13 @@ def _scale_layout(format: Format, device: torch.device, age: int) -> TiledLayout
     """Kept until the dispatcher drops its choices, which changes its age."""
     square = Problem("linear", M=4096, N=4096, K=4096, a=format.name, b=format.name, arch=arch_of(device))
 
-    def seconds(layout: TiledLayout) -> float:
+    def best(layout: TiledLayout) -> Candidate:
         stored = layout.name, LINEAR.name
-        return explain_problem(replace(square, a_layouts=stored, b_layouts=stored), device).candidates[0].seconds
+        return explain_problem(replace(square, a_layouts=stored, b_layouts=stored), device).candidates[0]
 
-    return min((LINEAR, BLOCKED_128x4), key=seconds)
+    blocked = best(BLOCKED_128x4)
+    takes_linear = blocked.kernel.b_layouts is None or (LINEAR, LINEAR) in blocked.kernel.b_layouts
+    return LINEAR if takes_linear or best(LINEAR).seconds <= blocked.seconds else BLOCKED_128x4
 
 
 def dependent_launch(enabled: bool = True) -> None:

@@ -13,14 +13,17 @@ from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import (
     triton_gated_linear,
+    triton_gated_linear_decoded,
     triton_grouped_linear,
     triton_linear,
+    triton_linear_decoded,
     triton_linear_decoded_sm90,
     triton_quantize,
 )
 from nibblas.kernels.torch_linear import decode
 from nibblas.kernels.triton_launch import also, target_of
 from nibblas.kernels.triton_linear import Config
+from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import Problem
 from nibblas.quantize import dequantize, quantize
 
@@ -310,3 +313,65 @@ def test_decoded_product_in_a_graph():
         static.copy_(x)
         graph.replay()
         assert torch.equal(out, want)
+
+
+@pytest.fixture(params=[False, True], ids=["strict", "loose"])
+def loose_sums(request):
+    """The process lets cuBLAS sum in less than fp32, or not."""
+    settings = torch.backends.cuda.matmul
+    names = (
+        "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    )
+    before = {name: getattr(settings, name) for name in names}
+    for name in names:
+        setattr(settings, name, request.param)
+    yield request.param
+    assert {name: getattr(settings, name) for name in names} == dict.fromkeys(names, request.param)
+    for name, value in before.items():
+        setattr(settings, name, value)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
+@pytest.mark.parametrize("layout", [LINEAR, BLOCKED_128x4], ids=str)
+@pytest.mark.parametrize("a_format", FORMATS)
+@pytest.mark.parametrize("b_format", FORMATS)
+def test_decoded_fp4_products_are_summed_in_fp32(a_format, b_format, layout, batch, loose_sums):
+    """Without global scales, where the library's own rounding may be the only one, and a long K, which it may split."""
+    g = generator(5)
+    a, b = (
+        random_codes((*batch, rows, 8192), name, g, scale_bytes=NARROW[name], global_scale=False, device="cuda")
+        for rows, name in ((96, a_format), (200, b_format))
+    )
+    a = a.with_layout(layout)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        wide = poisoned_empty((*batch, 96, 208), dtype, "cuda")
+        triton_linear_decoded.launch(a, b, None, wide[..., :200])
+        assert_product(a, b, None, wide[..., :200], f"{a_format} x {b_format} {dtype}")
+        assert wide[..., 200:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_decoded_weights_meet_dense_activations(format, dtype, loose_sums):
+    g = generator(6)
+    b = random_codes((200, 4192), format, g, scale_bytes=NARROW[format.name], nan_scales=7, device="cuda")
+    a, bias = random_dense((300, 4192), dtype, g, "cuda"), random_dense((200,), torch.float32, g, "cuda")
+    out = poisoned_empty((300, 200), dtype, "cuda")
+    triton_linear_decoded.launch(a, b, bias, out)
+    assert_product(a, b, bias, out, f"{format} {dtype}")
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_clamped"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_decoded_gated_products(format, activation, loose_sums):
+    g = generator(7)
+    gate, up, x = (
+        random_codes((rows, 1056), format, g, scale_bytes=NARROW[format.name], device="cuda") for rows in (136, 136, 70)
+    )
+    for rows in (x, x.with_layout(BLOCKED_128x4), random_dense((70, 1056), torch.float16, g, "cuda")):
+        out = poisoned_empty((70, 136), torch.float32, "cuda")
+        triton_gated_linear_decoded.launch(rows, gate, up, None, None, activation, out)
+        exact = reference.gated_linear(rows, gate, up, activation=activation)
+        assert torch.allclose(out.double(), exact, rtol=1e-3, atol=1e-3 * exact.abs().max().item())

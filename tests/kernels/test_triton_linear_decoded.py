@@ -16,7 +16,7 @@ from nibblas.bench.compiled import compile, weights
 from nibblas.formats import MXFP4, NVFP4
 from nibblas.kernels import kernels, triton_gated_linear_decoded, triton_linear_decoded
 from nibblas.kernels.triton_launch import Target
-from nibblas.kernels.triton_linear_decoded import _sums_in_fp32, decode_launch
+from nibblas.kernels.triton_linear_decoded import decode_launch, sums_in_fp32
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import Problem
 from nibblas.roofline import STATED
@@ -35,16 +35,24 @@ def test_sources_are_all_that_is_imported(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=str)
-def test_few_rows_are_left_to_the_kernel_that_decodes_in_registers(kernel, format):
-    other = next(k for k in kernels() if k.name == kernel.name.removesuffix("_decoded"))
-    for M, decoded_is_cheaper in ((1, False), (32, False), (256, True), (2048, True)):
-        problem = Problem(kernel.op, M, 4096, 7168, a=format.name, b=format.name, arch="sm_90")
-        assert (kernel.cost(problem, LINE) < other.cost(problem, LINE)) == decoded_is_cheaper, M
+def test_few_rows_are_left_to_the_kernels_that_decode_in_registers(kernel, format):
+    a = "bf16" if ("bf16", format.name) in kernel.operands else format.name
+    for M, decoded_is_cheapest in ((1, False), (32, False), (64, False), (512, True), (2048, True)):
+        problem = Problem(kernel.op, M, 4096, 7168, a=a, b=format.name, arch="sm_90")
+        able = [k for k in kernels() if replace(k, also=None).why_not(problem) is None]
+        assert (min(able, key=lambda k: k.cost(problem, LINE)).name == kernel.name) == decoded_is_cheapest, M
         assert kernel.cost(problem, LINE) > LINE.floor(problem)
 
 
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_tensor_cores_that_take_fp4_get_it(arch):
+    for op in ("linear", "gated_linear"):
+        problem = Problem(op, 4096, 4096, 4096, a="nvfp4", b="nvfp4", arch=arch)
+        assert not [k for k in KERNELS if replace(k, also=None).why_not(problem) is None]
+
+
 def test_scales_may_lie_in_blocks():
-    (kernel,) = triton_linear_decoded.KERNELS
+    kernel = next(k for k in KERNELS if k.name == "triton_linear_fp4_decoded")
     problem = Problem("linear", 256, 512, 512, a="nvfp4", b="nvfp4", arch="sm_90")
     blocked = (BLOCKED_128x4.name, LINEAR.name)
     for a in (problem.a_layouts, blocked):
@@ -78,6 +86,7 @@ def test_machine_code_of_decoding(format, layout):
 def settings(monkeypatch):
     """The process's settings of cuBLAS, of which one was chosen by the user."""
     made = SimpleNamespace()
+    made.allow_fp16_accumulation = True
     for dtype, allowed, split_k in (("fp16", True, True), ("bf16", False, False)):
         name = f"allow_{dtype}_reduced_precision_reduction"
         made.__dict__.update({name: allowed, f"{name}_split_k": split_k})
@@ -85,22 +94,24 @@ def settings(monkeypatch):
     return made
 
 
-def test_cublas_sums_in_fp32_and_its_settings_are_put_back(settings):
+def test_cublassums_in_fp32_and_its_settings_are_put_back(settings):
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with _sums_in_fp32():
+        with sums_in_fp32():
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with _sums_in_fp32():
+    with sums_in_fp32():
         thread.start()
         assert entered.wait(10)
         assert settings.allow_fp16_reduced_precision_reduction == (False, True)
         assert settings.allow_bf16_reduced_precision_reduction == (False, False)
+        assert settings.allow_fp16_accumulation is False
     assert settings.allow_fp16_reduced_precision_reduction == (False, True), "another thread is within"
     leave.set()
     thread.join()
+    assert settings.allow_fp16_accumulation is True
     assert settings.allow_fp16_reduced_precision_reduction == (True, True)
     assert settings.allow_bf16_reduced_precision_reduction == (False, False)

@@ -143,15 +143,17 @@ def _gated(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
 
 def _decoded(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
     """What is beside the product, which is the vendor's."""
-    gated = kernel.op == "gated_linear"
-    x, b, out = _dense(512, K), weights(format, N, K), _dense(512, N)
-    decode = triton_linear_decoded.decode_launch(b, torch.empty(1, N, K, dtype=torch.bfloat16), target)
-    sums = torch.empty(1, 2 if gated else 1, 512, N)
+    gated, fp4 = kernel.op == "gated_linear", "bf16" not in {a for a, _ in kernel.operands}
+    x = weights(format, 512, K, layout=BLOCKED_128x4) if fp4 else _dense(512, K)
+    b, out, sums = weights(format, N, K), _dense(512, N), torch.empty(1, 2 if gated else 1, 512, N)
+    decoded = [t for t in (x, b) if not isinstance(t, Tensor)]
+    launches = [triton_linear_decoded.decode_launch(t, _dense(*t.shape).unsqueeze(0), target) for t in decoded]
     if gated:
-        finish = triton_gated_linear_decoded.finish_launch(sums, x, b, b, None, None, "silu", out)
+        launches.append(triton_gated_linear_decoded.finish_launch(sums, x, b, b, None, None, "silu", out))
     else:
-        finish = triton_linear_decoded.finish_launch(sums, x, b, None, out)
-    yield Case(kernel, Problem(kernel.op, 512, N, K, b=format.name, arch=target.arch), (decode, finish))
+        launches.append(triton_linear_decoded.finish_launch(sums, x, b, None, out))
+    problem = Problem(kernel.op, 512, N, K, a=format.name if fp4 else "bf16", b=format.name, arch=target.arch)
+    yield Case(kernel, problem, tuple(launches))
 
 
 def _quantize(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
@@ -171,7 +173,9 @@ LAUNCHES: dict[str, Callable[[Kernel, Format, Target], Iterator[Case]]] = {
     "triton_grouped_linear_native_gfx950": partial(_grouped, native=True),
     "triton_gated_linear": _gated,
     "triton_linear_decoded": _decoded,
+    "triton_linear_fp4_decoded": _decoded,
     "triton_gated_linear_decoded": _decoded,
+    "triton_gated_linear_fp4_decoded": _decoded,
     "triton_quantize": _quantize,
 }
 

@@ -43,7 +43,7 @@ def answers(kernel: Kernel, archs: tuple[str, ...], op: str, fp4: bool | None) -
     """Whether a kernel is made for this use on any of these architectures."""
     if kernel.op != op or (kernel.archs and not set(kernel.archs) & set(archs)):
         return False
-    return fp4 is None or any((a == b) == fp4 for a, b in kernel.operands)
+    return fp4 is None or any((a in FORMATS) == fp4 for a, _ in kernel.operands)
 
 
 def is_old(m: Measurement) -> bool:
@@ -61,7 +61,7 @@ def known(kernel: Kernel, archs: tuple[str, ...], fp4: bool | None) -> str:
     records = [
         m
         for m in evidence.store().shipped_only()
-        if m.kernel == kernel.name and m.problem.arch in archs and (fp4 is None or (m.problem.a == m.problem.b) == fp4)
+        if m.kernel == kernel.name and m.problem.arch in archs and (fp4 is None or (m.problem.a in FORMATS) == fp4)
     ]
     level = evidence.timing_level(records)
     return level + OLD * (level != evidence.timing_level(m for m in records if not is_old(m)))

@@ -63,8 +63,13 @@ def launch_gated(
 
 
 def cost(problem: Problem, line: Roofline) -> float:
-    """Four floors, and the launch of a product for each group: what is made for the purpose should be better."""
-    return 4 * line.floor(problem) + 20e-6 * problem.G
+    """Four floors, and the launch of a product for each group: what is made for the purpose should be better. On a GPU
+    with FP4 activations at least what products take that decode both operands (see triton_linear).
+    """
+    floors = 4 * line.floor(problem)
+    if problem.a in FORMATS and problem.arch.startswith("sm_") and problem.b_layouts == ("LINEAR", "LINEAR"):
+        floors = max(floors, problem.operations / (0.18 * line.rate("bf16")))
+    return floors + 20e-6 * problem.G
 
 
 _anywhere = partial(

@@ -5,16 +5,25 @@ cuBLAS's, in fp32, and one kernel adds, gates and narrows them.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nibblas.formats import FORMATS
 from nibblas.kernel import Kernel
 from nibblas.kernels.triton_gated_linear import ALPHA, LIMIT
 from nibblas.kernels.triton_launch import DEVICE_CODE, NVIDIA, Launch, also, block_size, target_of
+from nibblas.kernels.triton_linear_decoded import (
+    DECODING,
+    DENSE,
+    FP4,
+    decode_launch,
+    decoded,
+    dtype_of,
+    in_terms,
+    sums_in_fp32,
+)
 from nibblas.kernels.triton_linear_decoded import cost as linear_cost
-from nibblas.kernels.triton_linear_decoded import decode_launch, decoded, dtype_of, in_terms
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
@@ -60,8 +69,9 @@ def finish_launch(
 
 def multiply(x: Tensor, w: Tensor, sums: Tensor) -> None:
     """Write x @ w.mT in fp32: x (terms, M, K), w (2, N, K), sums (terms, 2, M, N)."""
-    for term, into in zip(x, sums, strict=True):
-        torch.bmm(term.expand(2, *term.shape), w.mT, torch.float32, out=into)
+    with sums_in_fp32():
+        for term, into in zip(x, sums, strict=True):
+            torch.bmm(term.expand(2, *term.shape), w.mT, torch.float32, out=into)
 
 
 def launch(
@@ -96,28 +106,28 @@ def cost(problem: Problem, line: Roofline) -> float:
     return linear_cost(replace(problem, op="linear", N=2 * problem.N), line)
 
 
-KERNELS = (
-    Kernel(
-        name="triton_gated_linear_decoded",
-        op="gated_linear",
-        archs=NVIDIA,
-        operands=tuple((a, b) for b in FORMATS for a in ("bf16", "fp16", *FORMATS)),
-        outs=tuple(DTYPES),
-        launch=launch,
-        cost=cost,
-        also=also,
-        a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-        b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-        sources=(
-            *DEVICE_CODE,
-            "kernels/triton_linear.py",
-            "kernels/triton_linear_device.py",
-            "kernels/triton_linear_decoded.py",
-            "kernels/triton_linear_decoded_device.py",
-            "kernels/triton_gated_linear.py",
-            "kernels/triton_gated_linear_device.py",
-            "kernels/triton_gated_linear_decoded.py",
-        ),
-        decodes_weights=True,
+_kernel = partial(
+    Kernel,
+    op="gated_linear",
+    outs=tuple(DTYPES),
+    launch=launch,
+    cost=cost,
+    also=also,
+    a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    sources=(
+        *DEVICE_CODE,
+        "kernels/triton_linear.py",
+        "kernels/triton_linear_device.py",
+        "kernels/triton_linear_decoded.py",
+        "kernels/triton_linear_decoded_device.py",
+        "kernels/triton_gated_linear.py",
+        "kernels/triton_gated_linear_device.py",
+        "kernels/triton_gated_linear_decoded.py",
     ),
+    decodes_weights=True,
+)
+KERNELS = (
+    _kernel(name="triton_gated_linear_decoded", archs=NVIDIA, operands=DENSE),
+    _kernel(name="triton_gated_linear_fp4_decoded", archs=DECODING, operands=FP4),
 )

@@ -252,7 +252,10 @@ def cost(problem: Problem, line: Roofline) -> float:
 
 
 def _decoding_both(problem: Problem, line: Roofline) -> float:
-    return problem.operations / (0.18 * line.rate("bf16")) if problem.a in FORMATS else 0.0
+    if problem.a not in FORMATS or not problem.arch.startswith("sm_"):
+        return 0.0
+    # A gated product decodes `a` once for both of its weights.
+    return problem.operations / ((0.25 if problem.op == "gated_linear" else 0.18) * line.rate("bf16"))
 
 
 def cost_invariant(problem: Problem, line: Roofline) -> float:

@@ -3,16 +3,19 @@
 For weights, and FP4 activations, whose codes lie row after row: triton_linear.py decodes in each of its programs, again
 for every tile of the other operand, and this once. `code * scale / UNIT` (see triton_decode) is exact in bf16, and of
 NVFP4 in fp16 too; fp16 activations meet MXFP4, whose range fp16 can't hold, as two bf16 terms whose sum they are.
-cuBLAS sums in fp32. Where its result is what is asked but for UNIT, it writes out, rounding once; else it writes fp32,
-and UNIT, global scales and bias come after, in fp32, before the one narrowing.
+cuBLAS sums in fp32, in an order of its own. Where one matrix is asked for that lacks UNIT only, it writes out, rounding
+once; else it writes fp32, and UNIT, global scales and bias come after, in fp32, before the one narrowing.
 Bound by memory while it decodes (9/16 byte an element read, 2 written), then by the tensor cores.
-Weakness: every call takes 2 N K L bytes of scratch, four times the weights, and of FP4 activations 2 M K L; decoding
-the weights takes as long as some 300 rows.
+Weakness: every call takes 2 N K L bytes of scratch, four times the weights, of FP4 activations 2 M K L, and 4 M N L for
+the sums in fp32 (8 and another 4 M K L for two terms); decoding the weights takes as long as some 300 rows.
+Settings of the process are changed while cuBLAS is called (`sums_in_fp32`).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,38 +119,43 @@ def in_terms(a: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
 
 def multiply(a: Tensor, w: Tensor, sums: Tensor) -> None:
     """Write a @ w.mT in fp32: a (terms, L, M, K), w (L, N, K), sums (terms, L, M, N) contiguous."""
-    if len(w) == 1:
-        torch.mm(a.reshape(-1, a.shape[-1]), w[0].mT, torch.float32, out=sums.view(-1, sums.shape[-1]))
-        return
-    for term, into in zip(a, sums, strict=True):
-        torch.bmm(term, w.mT, torch.float32, out=into)
+    with sums_in_fp32():
+        if len(w) == 1:
+            torch.mm(a.reshape(-1, a.shape[-1]), w[0].mT, torch.float32, out=sums.view(-1, sums.shape[-1]))
+            return
+        for term, into in zip(a, sums, strict=True):
+            torch.bmm(term, w.mT, torch.float32, out=into)
 
 
 def multiply_rounded(a: Tensor, w: Tensor, factor: float, out: Tensor) -> None:
-    """Write factor * a @ w.mT, rounded once: a (L, M, K), w (L, N, K), out (L, M, N) of one dtype of 16 bits."""
-    with _sums_in_fp32():
-        if len(w) == 1:
-            torch.addmm(out[0], a[0], w[0].mT, beta=0, alpha=factor, out=out[0])
-        else:
-            torch.baddbmm(out, a, w.mT, beta=0, alpha=factor, out=out)
+    """Write factor * a @ w.T, rounded once: a (M, K), w (N, K), out (M, N) of one dtype of 16 bits.
+
+    One matrix: of a batch torch does not tell cuBLAS to add the parts of a split K in fp32.
+    """
+    with sums_in_fp32():
+        torch.addmm(out, a, w.T, beta=0, alpha=factor, out=out)
 
 
 _lock = Lock()
 _within = 0
-_before: list[tuple[str, tuple[bool, bool]]] = []
+_before: dict[str, Any] = {}
 
 
 @contextmanager
-def _sums_in_fp32() -> Iterator[None]:
-    """Within, cuBLAS adds the parts of a split K in fp32, whatever the process allows it otherwise."""
+def sums_in_fp32() -> Iterator[None]:
+    """Within, cuBLAS sums 16-bit products in fp32, whatever the process allows it otherwise.
+
+    Other threads' products may be summed so too meanwhile. What the process sets within is lost.
+    """
     global _within, _before
     settings = torch.backends.cuda.matmul
     with _lock:
         if not _within:
-            names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16")]
-            _before = [(name, (getattr(settings, name), getattr(settings, f"{name}_split_k"))) for name in names]
-            for name, (_, split_k) in _before:
-                setattr(settings, name, (False, split_k))
+            _before = {"allow_fp16_accumulation": settings.allow_fp16_accumulation}
+            for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+                _before[name] = getattr(settings, name), getattr(settings, f"{name}_split_k")
+            for name, value in _before.items():
+                setattr(settings, name, (False, value[1]) if isinstance(value, tuple) else False)
         _within += 1
     try:
         yield
@@ -155,7 +163,7 @@ def _sums_in_fp32() -> Iterator[None]:
         with _lock:
             _within -= 1
             if not _within:
-                for name, value in _before:
+                for name, value in _before.items():
                     setattr(settings, name, value)
 
 
@@ -187,11 +195,11 @@ def launch(a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: 
     else:
         x = decoded(a, dtype, target).unsqueeze(0)
     operands = [t for t in (a, b) if isinstance(t, ScaledTensor)]
-    if out.dtype == dtype and terms == 1 and bias is None and all(t.global_scale is None for t in operands):
+    if (L, terms) == (1, 1) and out.dtype == dtype and bias is None and all(t.global_scale is None for t in operands):
         factor = 1.0
         for t in operands:
             factor *= UNIT[t.format.name]
-        multiply_rounded(x[0], w, factor, batched)
+        multiply_rounded(x[0, 0], w[0], factor, batched[0])
         return
     sums = torch.empty(terms, L, M, N, dtype=torch.float32, device=out.device)
     multiply(x, w, sums)
@@ -217,25 +225,29 @@ def cost(problem: Problem, line: Roofline) -> float:
     return (4 if decodes_a else 3) * LAUNCH + L * (moved / (MOVING * line.read_bandwidth) + product)
 
 
-KERNELS = (
-    Kernel(
-        name="triton_linear_decoded",
-        op="linear",
-        archs=NVIDIA,
-        operands=tuple((a, b) for b in FORMATS for a in ("bf16", "fp16", *FORMATS)),
-        outs=tuple(DTYPES),
-        launch=launch,
-        cost=cost,
-        also=also,
-        a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-        b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-        sources=(
-            *DEVICE_CODE,
-            "kernels/triton_linear_decoded.py",
-            "kernels/triton_linear_decoded_device.py",
-            "kernels/triton_linear_device.py",
-        ),
-        batched=True,
-        decodes_weights=True,
+_kernel = partial(
+    Kernel,
+    op="linear",
+    outs=tuple(DTYPES),
+    launch=launch,
+    cost=cost,
+    also=also,
+    a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    sources=(
+        *DEVICE_CODE,
+        "kernels/triton_linear_decoded.py",
+        "kernels/triton_linear_decoded_device.py",
+        "kernels/triton_linear_device.py",
     ),
+    batched=True,
+    decodes_weights=True,
+)
+DENSE = tuple((a, b) for b in FORMATS for a in ("bf16", "fp16"))
+FP4 = tuple((a, b) for b in FORMATS for a in FORMATS)
+# Those whose tensor cores don't take FP4 as it is: elsewhere triton_linear_native does not decode.
+DECODING = tuple(arch for arch in NVIDIA if arch not in ("sm_100", "sm_103", "sm_120", "sm_121"))
+KERNELS = (
+    _kernel(name="triton_linear_decoded", archs=NVIDIA, operands=DENSE),
+    _kernel(name="triton_linear_fp4_decoded", archs=DECODING, operands=FP4),
 )

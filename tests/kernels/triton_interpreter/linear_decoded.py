@@ -32,7 +32,7 @@ rounded = []  # how often the library's own result was what is asked
 
 
 def multiply_rounded(a, w, factor, out) -> None:
-    out.copy_(factor * (a.float() @ w.float().mT))
+    out.copy_(factor * (a.float() @ w.float().T))
     rounded.append(factor)
 
 
@@ -105,18 +105,19 @@ def test_product() -> None:
 
 
 def test_product_that_is_rounded_by_the_library() -> None:
-    """FP4 without global scales to fp16: no second pass; with MXFP4, whose range fp16 has not, one."""
+    """FP4 without global scales to fp16: no second pass for one matrix; one for a batch, and with MXFP4."""
     for batch in ((), (2,)):
         a, b = (
             ScaledTensor(t.data, t.scale, NVFP4)
             for t in (codes((*batch, rows, 64), NVFP4, NARROW["nvfp4"]) for rows in (9, 17))
         )
-        out = poisoned_empty((*batch, 9, 17), torch.float16)
-        decoded.launch(a, b, None, out)
-        assert rounded.pop() == 2.0**14
-        assert_product(a, b, None, out, f"{a} {b}")
-        decoded.launch(codes((*batch, 9, 64), MXFP4, NARROW["mxfp4"]), b, None, out)
-        assert not rounded
+        wide = codes((*batch, 9, 64), MXFP4, NARROW["mxfp4"])
+        for rows, is_rounded in ((a, not batch), (wide, False)):
+            out = poisoned_empty((*batch, 9, 17), torch.float16)
+            decoded.launch(rows, b, None, out)
+            assert rounded == [2.0**14] * is_rounded
+            rounded.clear()
+            assert_product(rows, b, None, out, f"{rows} {b}")
 
 
 def test_gated() -> None:
