@@ -285,15 +285,22 @@ def quantize(
         ),
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option(help="Names to quantize, such as `'*.weight'` (the default). Can be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Names to quantize, such as `'*.weight'` (the default); `'.*_proj'`, with a dot first, is of the last "
+            "piece of a layer's name. Can be repeated."
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names to leave as they are. By default embeddings, norms, heads, poolers and routers "
+            help="Names to leave as they are, beside embeddings, norms, heads, poolers and routers "
             "(`nb.nn.DEFAULT_EXCLUDE`). Can be repeated."
         ),
     ] = None,
+    no_default_exclude: Annotated[
+        bool, typer.Option("--no-default-exclude", help="Leave only what --exclude names.")
+    ] = False,
     rotation: Annotated[int, typer.Option(help="Rotate blocks of this size first: 16, 32, 64 or 128.")] = 0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write OUT anew, whatever an earlier run left there.")
@@ -307,6 +314,9 @@ def quantize(
 
     All other tensors are copied. A run that was stopped goes on where it was when called again with the same options.
 
+    Weights must be (N, K), as nn.Linear has them. GPT-2 and its kin store (K, N) and are refused (by the model_type in
+    config.json).
+
     Examples:
 
     - `nibblas quantize model.safetensors model-fp4.safetensors`
@@ -315,6 +325,7 @@ def quantize(
     from dataclasses import asdict
 
     from nibblas.checkpoint.stream import quantize_checkpoint
+    from nibblas.nn import DEFAULT_EXCLUDE
 
     with _progress("quantize") as advance:
         summary = quantize_checkpoint(
@@ -323,7 +334,7 @@ def quantize(
             _format(format),
             scale_rule=scale_rule,
             include=include,
-            exclude=exclude,
+            exclude=(*(() if no_default_exclude else DEFAULT_EXCLUDE), *(exclude or ())),
             rotation=rotation,
             overwrite=overwrite,
             strict=strict,
@@ -471,7 +482,10 @@ def bench(
         bool, typer.Option(help="Launch kernels as nb.dependent_launch() lets them; torch's and peers' as ever.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Append the measurements to this JSONL file, not to this machine's evidence.")
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="Append the measurements to this JSONL file, not to this machine's evidence."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -640,7 +654,9 @@ def _print_summary(summary: "Summary", target: Path, console: Console) -> None:
     if errors:
         worst = max(errors, key=errors.__getitem__)
         mean = sum(errors.values()) / len(errors)
-        print_(f"  relative squared error {mean:.5f} on average, {errors[worst]:.5f} at worst ({escape(worst)})")
+        earlier = any(t.relative_mse is None and not t.bad_blocks for t in summary.quantized)
+        of = f" of the {len(errors)} written now" if earlier else ""
+        print_(f"  relative squared error{of} {mean:.5f} on average, {errors[worst]:.5f} at worst ({escape(worst)})")
     by_reason: dict[str, list[str]] = {}
     for tensor in summary.skipped:
         by_reason.setdefault(tensor.reason, []).append(tensor.name)

@@ -15,11 +15,17 @@ def cache_dir() -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader sees the old or the new text, never a part."""
+    """Write a small text file so that a reader sees the old or the new text, never a part; OSError names `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 @contextmanager

@@ -425,6 +425,24 @@ def test_wrong_usage_is_told(arguments, what, problem, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--output", "."], "is a directory"),
+        (["--budget", "5"], "mode test takes no times and has no --budget"),
+        (["--popcorn", "--json"], "--popcorn and --json are given, need one of them"),
+    ],
+)
+def test_options_that_can_not_be_heeded_are_wrong_usage(arguments, what, problem, tmp_path, monkeypatch):
+    directory = problem("vector_add")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(app, ["run", str(directory), str(directory / "submission.py"), *arguments])
+    assert done.exit_code == 2
+    assert what in " ".join(done.output.replace("│", " ").split())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 COMPLETE = json.dumps(
     {
         "schema": records.SCHEMA,

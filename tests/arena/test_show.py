@@ -9,12 +9,15 @@ from html.parser import HTMLParser
 import pytest
 from arena_records import BAD, GOOD, SIZES, timed, untimed
 from rich.console import Console
+from typer.testing import CliRunner
 
+from nibblas.arena.commands import app
 from nibblas.arena.page import page
 from nibblas.arena.record import Errors, PairedRatio, Sample, Statistics, Traced
 from nibblas.arena.show import (
     clean,
     comparison_in_words,
+    console_of_stdout,
     error_in_words,
     histogram,
     in_words,
@@ -204,6 +207,17 @@ def test_the_page_needs_nothing_else_and_runs_nothing(record):
     assert not {name for name in names if name.startswith("on")} | (names & {"src", "href", "style"})
     assert "url(" not in page(record)
     page(record).encode("ascii")  # so that no encoding can spoil it
+
+
+def test_a_page_and_json_are_two_wishes(tmp_path):
+    done = CliRunner().invoke(app, ["show", "record.json", "--html", str(tmp_path / "page.html"), "--json"])
+    assert done.exit_code == 2
+    assert "--html and --json are given" in done.output
+
+
+def test_what_goes_to_no_terminal_is_100_wide(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert console_of_stdout().width == 100
 
 
 def test_the_page_says_what_the_terminal_says():

@@ -46,6 +46,7 @@ Directory = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A folder wit
 
 @app.command("run", no_args_is_help=True)
 def _run(
+    context: typer.Context,
     problem: Directory,
     submission: Annotated[
         Path, typer.Argument(metavar="SUBMISSION", help="A file or folder with custom_kernel.", show_default=False)
@@ -62,7 +63,8 @@ def _run(
         float, typer.Option(min=0.1, help="Seconds of calls after warm-up, for one benchmark case.")
     ] = 30.0,
     output: Annotated[
-        Path | None, typer.Option(help="The record's file; arena-NAME-TIME.json by default.", show_default=False)
+        Path | None,
+        typer.Option(dir_okay=False, help="The record's file; arena-NAME-TIME.json by default.", show_default=False),
     ] = None,
     resume: Annotated[
         Path | None,
@@ -92,6 +94,11 @@ def _run(
     from nibblas.arena.submission import read_submission
     from nibblas.roofline import device_called
 
+    source = context.get_parameter_source("budget")
+    if mode is ModeName.TEST and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("mode test takes no times and has no --budget")
+    if popcorn and as_json:
+        raise typer.BadParameter("--popcorn and --json are given, need one of them")
     device = str(device_called(device))
     if against is not None and mode not in (ModeName.BENCHMARK, ModeName.LEADERBOARD):
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
@@ -142,9 +149,9 @@ def _run(
     elif popcorn:
         print(popcorn_log.log(found), end="")
     else:
-        from nibblas.arena.show import print_record
+        from nibblas.arena.show import console_of_stdout, print_record
 
-        print_record(found, Console())
+        print_record(found, console_of_stdout())
         print(f"record: {path}")
     raise typer.Exit(popcorn_log.exit_code(found) if popcorn else int(found.verdict != "correct here"))
 
@@ -153,13 +160,16 @@ def _run(
 def _show(
     record: Annotated[Path, typer.Argument(metavar="RECORD", help="A file that `run` wrote.", show_default=False)],
     html: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write one self-contained page instead.", show_default=False)
+        Path | None,
+        typer.Option(metavar="PAGE", dir_okay=False, help="Write one self-contained page instead.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record, checked against its schema.")] = False,
 ) -> None:
     """Show a record: verdicts, errors, times and how they spread, findings, and how it was done."""
     from nibblas.arena import record as records
 
+    if html is not None and as_json:
+        raise typer.BadParameter("--html and --json are given, need one of them")
     found = records.read(record)
     if html is not None:
         from nibblas.arena.page import page
@@ -197,6 +207,7 @@ def _lint(
     from dataclasses import asdict
 
     from nibblas.arena.lint import lint_problem, print_lint
+    from nibblas.arena.show import console_of_stdout
     from nibblas.roofline import device_called
 
     console = Console(stderr=True)
@@ -207,5 +218,5 @@ def _lint(
     if as_json:
         print(json.dumps([{**asdict(case), "weak": case.weak} for case in found], indent=1))
     else:
-        print_lint(found, Console())
+        print_lint(found, console_of_stdout())
     raise typer.Exit(int(any(case.weak or case.faults for case in found)))

@@ -23,6 +23,7 @@ from nibblas.arena.show import (
     span_in_words,
     timing_in_words,
 )
+from nibblas.words import counted
 
 # Of a plot, in its own units.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 220, 66, 8, 12, 28
@@ -107,7 +108,7 @@ def _head(record: Record) -> str:
         lines.append(f'<p class="dim">score, {_text(RANKINGS.get(record.task.ranking_by, record.task.ranking_by))}</p>')
     if record.reason:
         lines.append(f"<p>{_text(record.reason)}</p>")
-    threads = f", {e.threads} threads" if e.threads else ""
+    threads = f", {counted(e.threads, 'thread')}" if e.threads else ""
     hardened = " with hardened inputs too" if record.protocol.hardened else ""
     lines.append(f'<p class="dim">{record.mode}{hardened} on {_text(e.device)}{threads}, {_text(record.when)}</p>')
     if record.stand_ins:

@@ -1,6 +1,7 @@
 """A record for people: tables and plots in a terminal. page.py makes a page of the same."""
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from rich.text import Text
 from nibblas.arena.coverage import gaps
 from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
+from nibblas.words import counted
 
 BARS = " ▁▂▃▄▅▆▇█"
 MOST_BINS = 40  # of a histogram, one character each
+PIPED_WIDTH = 100  # columns of what goes to no terminal
 LONGEST = 2000  # characters of a message that are shown
 COLOURS = {
     **{"correct here": "green", "correct": "green", "wrong": "red", "crashed": "red", "timeout": "red"},
@@ -157,9 +160,17 @@ def print_record(record: Record, console: Console) -> None:
     _print_machine(record, console)
 
 
+def console_of_stdout() -> Console:
+    """As wide as the terminal; where there is none, as wide as other commands print."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
+    return console
+
+
 def show(record: Record) -> None:
     """print_record on the standard output."""
-    print_record(record, Console())
+    print_record(record, console_of_stdout())
 
 
 def _say(console: Console, text: str) -> None:
@@ -183,7 +194,7 @@ def _print_head(record: Record, console: Console) -> None:
     if record.score is not None:
         cases = RANKINGS.get(record.task.ranking_by, record.task.ranking_by)
         _say(console, f"score [bold]{in_words(record.score * 1e9)}[/], {cases}")
-    threads = f", {record.environment.threads} threads" if record.environment.threads else ""
+    threads = f", {counted(record.environment.threads, 'thread')}" if record.environment.threads else ""
     hardened = ", hardened inputs too" if record.protocol.hardened else ""
     _say(
         console,

@@ -26,6 +26,7 @@ from nibblas.arena.show import floor_share
 from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
 from nibblas.roofline import device_called, device_name
+from nibblas.words import counted
 
 if TYPE_CHECKING:
     from nibblas.arena.options import Options
@@ -256,7 +257,7 @@ def where_and_when(runs: Sequence[Record]) -> str:
 def machine(run: Record) -> str:
     """The device of a run, of a CPU with its threads."""
     found = run.environment
-    return f"{found.device}, {found.threads} threads" if found.threads else found.device
+    return f"{found.device}, {counted(found.threads, 'thread')}" if found.threads else found.device
 
 
 def sizes(case: CaseResult) -> str:
