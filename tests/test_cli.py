@@ -198,8 +198,9 @@ def test_an_unknown_kernel_is_answered_with_the_known_ones(run):
             ["quantize", "model.safetensors", "out", "--scale-rule", "best"],
             "scale_rule 'best' is unknown; nvfp4 has absmax",
         ),
-        (["quantize", "model.safetensors", "out", "--rotation", "17"], "rotation"),
-        (["quantize", "model.safetensors", "out", "--include", "nothing"], "nothing to quantize"),
+        (["quantize", "model.safetensors", "out", "--rotation", "17"], "rotation is 17, need 0 or one of 16, 32"),
+        (["quantize", "model.safetensors", "out", "--include", "*norm*"], "nothing to quantize"),
+        (["quantize", "model.safetensors", "out", "--exclude", "nothing"], "exclude pattern 'nothing' matches none of"),
         (["quantize", "model.safetensors", "model.safetensors"], "is the source"),
         (["explain", "linear", "1x64x40", "--b", "mxfp4"], "K = 40 is not a multiple of mxfp4's block_size 32"),
         (["bench", "--shapes", "64x40"], "K = 40 is not a multiple"),
@@ -332,19 +333,40 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path):
 
 def test_quantize_then_inspect(run, model, tmp_path):
     out = tmp_path / "out.safetensors"
-    status, text, err = run("quantize", model, out, "--format", "MXFP4", "--exclude", "*embed*", "--exclude", "*norm*")
+    status, text, err = run("quantize", model, out, "--format", "MXFP4", "--exclude", "layers.0.*")
     assert (status, err) == (0, "")
     assert "mxfp4, scale rule even" in text
-    assert "3 tensors quantized, 2 copied" in text
-    assert "excluded by *embed*: embed.weight" in text
+    assert "2 tensors quantized, 3 copied" in text
+    assert "excluded by .*embed*: embed.weight" in text
+    assert "excluded by layers.0.*: layers.0.up.weight" in text
     loaded = storage.load(out)
     assert loaded["layers.1.up.weight"].format is nibblas.MXFP4
     assert not isinstance(loaded["embed.weight"], nibblas.ScaledTensor)
     status, text, err = run("inspect", out)
     assert (status, err) == (0, "")
-    assert "3 FP4 tensors, stored as by nibblas" in text
+    assert "2 FP4 tensors, stored as by nibblas" in text
     assert re.search(r"layers\.1\.up\.weight +mxfp4 +32x64", text)
     assert max(map(len, text.splitlines())) <= cli.MAX_WIDTH or str(out) in text
+
+
+def test_quantize_without_the_default_exclude(run, model, tmp_path):
+    _, text, _ = run("quantize", model, tmp_path / "out", "--no-default-exclude", "--exclude", "layers.*", "--json")
+    assert [tensor["name"] for tensor in json.loads(text)["quantized"]] == ["embed.weight"]
+
+
+def test_quantize_says_whose_error_it_tells(run, tmp_path):
+    src, out = tmp_path / "src", tmp_path / "out"
+    src.mkdir()
+    for i in (1, 2):
+        save_file({f"layers.{i}.up.weight": torch.randn(32, 64)}, src / f"{i}.safetensors")
+    weight_map = {f"layers.{i}.up.weight": f"{i}.safetensors" for i in (1, 2)}
+    (src / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    _, text, _ = run("quantize", src, out)
+    assert "written now" not in text
+    (out / "2.safetensors").unlink()
+    _, text, _ = run("quantize", src, out)
+    assert "relative squared error of the 1 written now 0.0" in text
+    assert "finished by an earlier run: 1.safetensors" in text
 
 
 def test_quantize_json_has_everything(run, model, tmp_path):

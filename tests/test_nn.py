@@ -24,8 +24,9 @@ from nibblas import dispatch, operators, ops, reference
 from nibblas.formats import FORMATS
 from nibblas.kernels import kernels, torch_linear
 from nibblas.layouts import FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4, LINEAR, ROWS_16x1, ROWS_16x4
-from nibblas.nn import FP4Experts, FP4Linear, conversion_report, convert
+from nibblas.nn import DEFAULT_EXCLUDE, FP4Experts, FP4Linear, conversion_report, convert
 from nibblas.nn import linear as nn_linear
+from nibblas.nn.conversion import matches
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_COMPILER = "ignore:nibblas. no FP4 kernel"
@@ -351,6 +352,11 @@ def test_refuses_what_does_not_fit():
         layer.activations = "int8"
     with pytest.raises(TypeError, match=r"FP4Linear: from_linear was given a Tensor, need an nn.Linear"):
         FP4Linear.from_linear(draw(24, 64))
+    for options in ({"format": "zz"}, {"scale_rule": "zz"}, {"rotation": 17}, {"activations": "zz"}):
+        with pytest.raises(ValueError, match=r"^FP4Linear: "):
+            FP4Linear.from_linear(linear(), **options)
+    with pytest.raises(ValueError, match=r"^FP4Linear: K = 40 is not a multiple"):
+        FP4Linear.from_linear(torch.nn.Linear(40, 8))
     with pytest.raises(TypeError, match=r"FP4Linear: dtype is torch.float64, need one of torch.float32"):
         FP4Linear(64, 8, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"convert: model is a list, need an nn.Module"):
@@ -616,8 +622,8 @@ def test_convert_replaces_and_reports():
     assert seen == [(i, 4, name) for i, name in enumerate(converted)]
     assert [layer.name for layer in conversion_report(model) if layer.converted] == converted
     assert left(model) == {
-        "blocks.0.gate": "excluded by '*.gate'",
-        "blocks.1.gate": "excluded by '*.gate'",
+        "blocks.0.gate": "excluded by '.gate'",
+        "blocks.1.gate": "excluded by '.gate'",
         "odd": "K = 40 is not a multiple of nvfp4's block_size 16",
         "attention.out_proj": "is a NonDynamicallyQuantizableLinear, which may do more than an nn.Linear",
         "lm_head": "excluded by '*lm_head*'",
@@ -655,6 +661,50 @@ def test_convert_by_patterns_and_again():
     }
     with pytest.raises(ValueError, match=r"include pattern 'layers\.\*' matches none of 2 layers"):
         convert(nn.Sequential(linear(), linear()), include="layers.*")
+
+
+@pytest.mark.parametrize(
+    ("name", "excluded"),
+    [
+        ("roberta_prelayernorm.encoder.layer.0.output.dense", False),
+        ("model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0.mlp.fc1", False),
+        ("transformer_blocks.0.attn_norm.linear", False),
+        ("transformer_blocks.0.norm1.linear", False),
+        ("encoder.block.0.layer.0.SelfAttention.q", False),
+        ("model.decoder.layers.0.fc1", False),
+        ("model.shared_experts.up_proj", False),
+        ("layers.0.mask_head.linear", False),
+        ("single_transformer_blocks.0.proj_out", False),
+        ("model.embed_tokens", True),
+        ("bert.embeddings.word_embeddings", True),
+        ("layers.0.qkv_norm", True),
+        ("encoder.pos_emb", True),
+        ("model.shared", True),
+        ("shared", True),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", True),
+        ("time_text_embed.timestep_embedder.linear_1", True),
+        ("vocab_projector", True),
+        ("decoder.output_projection", True),
+        ("lm_loss", True),
+        ("predictions.decoder", True),
+        ("text_decoder.cls.predictions.transform.dense", True),
+        ("ctc_head", True),
+    ],
+)
+def test_what_is_left_unless_told_otherwise(name, excluded):
+    assert any(matches(name, pattern) for pattern in DEFAULT_EXCLUDE) == excluded
+
+
+def test_convert_takes_patterns_in_many_forms():
+    for exclude in (None, DEFAULT_EXCLUDE, iter(DEFAULT_EXCLUDE)):
+        assert len([r for r in conversion_report(convert(Model(), exclude=exclude)) if r.converted]) == 4
+    assert [r.name for r in conversion_report(convert(Model(), include=".up")) if r.converted] == [
+        "blocks.0.up",
+        "blocks.1.up",
+    ]
+    for wrong in (5, ["*.up", 5]):
+        with pytest.raises(TypeError, match="convert: exclude has a int, need str patterns"):
+            convert(Model(), exclude=wrong)
 
 
 def test_convert_refuses_options_and_unconverted_models():

@@ -163,11 +163,11 @@ def test_the_folder_and_the_summary(folder, tmp_path):
     assert sum(tensor.bad_blocks for tensor in summary.quantized) == 2
     reasons = {skip.name: skip.reason for skip in summary.skipped}
     assert reasons == {
-        "model.embed_tokens.weight": "excluded by *embed*",
+        "model.embed_tokens.weight": "excluded by .*embed*",
         "model.layers.0.self_attn.q_proj.bias": "its name matches none of *.weight",
-        "model.layers.0.mlp.gate.weight": "excluded by *.gate",
+        "model.layers.0.mlp.gate.weight": "excluded by .gate",
         "model.layers.0.conv.weight": "3 dimensions, need 2 (3 for experts)",
-        "model.layers.0.input_layernorm.weight": "excluded by *norm*",
+        "model.layers.0.input_layernorm.weight": "excluded by .*norm*",
         "model.layers.1.odd.weight": "K = 72 is not a multiple of 16",
         "model.layers.1.int.weight": "dtype I64, need F32, BF16, F16",
         "model.layers.1.scalar.weight": "0 dimensions, need 2 (3 for experts)",
@@ -200,6 +200,8 @@ def test_one_file_and_patterns(tmp_path):
         include=["*q_proj*", "*.conv", "lm_head.weight"],
         exclude=[],
     )
+    one = quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "one.safetensors", "mxfp4", include="*q_proj*")
+    assert [tensor.name for tensor in one.quantized] == ["model.layers.0.self_attn.q_proj.weight"]
     quantized = {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.conv.weight", "lm_head.weight"}
     assert {tensor.name for tensor in summary.quantized} == quantized
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["b.safetensors"]
@@ -285,8 +287,8 @@ def test_does_not_repeat_finished_work(folder, tmp_path, monkeypatch, lost):
     monkeypatch.setattr(stream, "quantize", lambda x, *a, **k: done.append(tuple(x.shape)) or counted(x, *a, **k))
     summary = quantize_checkpoint(folder, tmp_path / "out", "nvfp4")
     assert contents(tmp_path / "out") == want
-    # The check of the options, the tensor that lost its last byte, and the one after it.
-    assert done == [(1, 128), *[(5, 1024)] * lost, (4, 128)]
+    # The tensor that lost its last byte, and the one after it.
+    assert done == [(5, 1024)] * lost + [(4, 128)]
     mse = {tensor.name: tensor.relative_mse for tensor in summary.quantized}
     assert mse["model.layers.1.zero.weight"] == 0
     assert (mse["model.layers.1.wide.weight"] is None) == (lost == 0)
@@ -381,6 +383,25 @@ def test_a_partial_of_other_options(folder, tmp_path, overwrite):
         assert contents(tmp_path / "out") == contents(tmp_path / "want")
 
 
+@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "both", "decoder": {"model_type": "gpt2"}}])
+def test_weights_that_lie_the_other_way_are_refused(tmp_path, config):
+    names = ("h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight", "h.0.mlp.other.weight")
+    src, out = tmp_path / "src" / "model.safetensors", tmp_path / "out"
+    src.parent.mkdir()
+    save_file({name: torch.ones(32, 64) for name in names}, src)
+    (src.parent / "config.json").write_text(json.dumps(config))
+    for source in (src, src.parent):
+        with pytest.raises(
+            StorageError,
+            match=r"^quantize: .*h\.0\.attn\.c_attn\.weight is \(\.\.\., K, N\) in models of model_type 'gpt2', need .*"
+            r"exclude \*\.c_attn\.weight, \*\.c_fc\.weight$",
+        ):
+            quantize_checkpoint(source, out, "nvfp4")
+    assert not out.exists()
+    summary = quantize_checkpoint(src.parent, out, "nvfp4", exclude=["*.c_attn.weight", "*.c_fc.weight"])
+    assert [tensor.name for tensor in summary.quantized] == [names[-1]]
+
+
 def test_refusals(folder, tmp_path):
     with pytest.raises(StorageError, match="lies inside it"):
         quantize_checkpoint(folder, folder / "deep" / "out", "nvfp4")
@@ -390,10 +411,15 @@ def test_refusals(folder, tmp_path):
         quantize_checkpoint(folder, tmp_path / "out", "int4")
     with pytest.raises(ValueError, match="scale_rule 'even' is unknown"):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", scale_rule="even")
-    with pytest.raises(ValueError, match="rotation 24"):
+    with pytest.raises(ValueError, match=r"^quantize: rotation is 24, need 0 or one of 16"):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", rotation=24)
-    with pytest.raises(StorageError, match=r"nothing to quantize.*q_proj\.weight: its name matches none of \*\.wait"):
-        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=["*.wait"])
+    with pytest.raises(StorageError, match=r"nothing to quantize.*q_proj\.weight: its name matches none of \*\.odd"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=["*.odd"])
+    for options in ({"include": ["*q_proj*", "*.wait"]}, {"exclude": [*DEFAULT_EXCLUDE, "*.wait"]}):
+        with pytest.raises(ValueError, match=r"clude pattern '\*\.wait' matches none of the 15 tensors of .*src"):
+            quantize_checkpoint(folder, tmp_path / "out", "nvfp4", **options)
+    with pytest.raises(TypeError, match="quantize: include has a int"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=3)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"the output is one; .*file is a file"):
         quantize_checkpoint(folder, tmp_path / "file", "nvfp4")

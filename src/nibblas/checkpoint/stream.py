@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -24,6 +24,8 @@ import torch
 
 from nibblas.formats import Format
 from nibblas.nn import DEFAULT_EXCLUDE
+from nibblas.nn.conversion import as_patterns, matches
+from nibblas.nn.packed import check_options
 from nibblas.ops import dequantize, format_for, quantize
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
@@ -56,6 +58,13 @@ DEFAULT_INCLUDE = ("*.weight",)
 SOURCE_KEY = "nibblas_source"  # in the metadata of a file: the digest of its source and of the options
 SOURCE_DTYPES = ("F32", "BF16", "F16")
 CHUNK_BYTES = 8 << 20  # of the source at a time: the fp32 copies that measure the error are a few times larger
+# Weights that models store as (..., K, N), by model_type; a file with them tells nothing of it.
+CONV1D = ("*.c_attn.weight", "*.q_attn.weight", "*.c_fc.weight", "*.c_proj.weight")
+FUSED_EXPERTS = ("*.experts.gate_up_proj", "*.experts.down_proj")
+TRANSPOSED = {
+    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"), CONV1D),
+    **dict.fromkeys(("gpt_oss", "openai_privacy_filter", "llama4", "llama4_text", "aria", "aria_text"), FUSED_EXPERTS),
+}
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, tensor
@@ -102,7 +111,7 @@ class Summary:
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern is of a tensor or, as nn.DEFAULT_EXCLUDE's, of the layer whose weight it is."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+    return matches(name.removesuffix(".weight"), pattern) or fnmatchcase(name, pattern)
 
 
 @dataclass(frozen=True)
@@ -330,8 +339,8 @@ def quantize_checkpoint(
     format: Format | str,
     *,
     scale_rule: str | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str | None = None,
     rotation: int = 0,
     overwrite: bool = False,
     strict: bool = False,
@@ -348,8 +357,9 @@ def quantize_checkpoint(
     dst : the file, or the folder, to make. Of a folder, config.json gains `quantization_config`, the index is written
         anew, and all else that is not weights is copied.
     format, scale_rule, rotation : as for `quantize`.
-    include : patterns (fnmatch) of names, with or without a ".weight" at the end. None is "*.weight", for 2-D tensors,
-        and for 3-D ones named "*expert*".
+    include : patterns (fnmatch) of names, with or without a ".weight" at the end; those that start with a dot are of
+        the last piece of a layer's name, as of `nn.convert`. None is "*.weight", for 2-D tensors, and for 3-D ones
+        named "*expert*".
     exclude : patterns of names that are left as they are even if included; None is nn.DEFAULT_EXCLUDE, as of
         `nn.convert`.
     overwrite : write all of dst anew; without it what an earlier run left there is kept, and what another source (its
@@ -359,31 +369,32 @@ def quantize_checkpoint(
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
 
     The blocks lie along the last dimension, which must be the one that the product sums over: (..., N, K). Some models
-    store (K, N) (GPT-2) or (experts, K, N) (gpt-oss and Llama 4, unquantized); a file can't tell, so exclude those.
+    store (K, N) (GPT-2 and its kin) or (experts, K, N) (gpt-oss and Llama 4, unquantized). Those whose model_type in
+    config.json is in TRANSPOSED are refused unless these weights are excluded; of others a file can't tell.
 
     Raises
     ------
     StorageError for a source that is damaged, incomplete or quantized already, for one without a tensor to quantize,
-    for a dst that lies inside src or holds other files, and with `strict` for NaN and Inf. ValueError for an unknown
-    format, rule or rotation. On any error, and when killed, an unfinished file has the name *.partial and none other.
+    for weights known to be (K, N), for a dst that lies inside src or holds other files, and with `strict` for NaN and
+    Inf. ValueError for an unknown format, rule or rotation, and for a pattern that matches no tensor and is none of
+    DEFAULT_EXCLUDE. On any error, and when killed, an unfinished file has the name *.partial and none other.
     """
     src, dst = Path(src), Path(dst)
     format = format_for("quantize", format)
-    # Checks the options, and names the default rule.
-    probe = torch.zeros(1, 128, dtype=torch.float32)
-    rule = quantize(probe, format, scale_rule=scale_rule, rotation=rotation).scale_rule or ""
+    check_options("quantize", format, scale_rule, rotation)
+    rule = scale_rule or format.scale_rules[0]
     options = Options(
         format,
         rule,
         rotation,
-        DEFAULT_INCLUDE if include is None else tuple(include),
-        DEFAULT_EXCLUDE if exclude is None else tuple(exclude),
+        as_patterns("quantize", "include", include, DEFAULT_INCLUDE),
+        as_patterns("quantize", "exclude", exclude, DEFAULT_EXCLUDE),
     )
     if src.resolve() in (dst.resolve(), *dst.resolve().parents):
         raise StorageError(f"quantize: the output {dst} is the source {src} or lies inside it; name another place")
     index = _index(src) if src.is_dir() else None
     shards = [_Shard(read_header(path), target, options, strict, {}) for path, target in _files(src, dst, index)]
-    _check_source(src, shards, index)
+    _check_source(src, shards, index, options)
     _check_target(dst, shards, index, overwrite)
 
     (dst if src.is_dir() else dst.parent).mkdir(parents=True, exist_ok=True)
@@ -453,7 +464,7 @@ def _files(src: Path, dst: Path, index: Path | None) -> list[tuple[Path, Path]]:
     return [(src / name, dst / name) for name in names]
 
 
-def _check_source(src: Path, shards: list[_Shard], index: Path | None) -> None:
+def _check_source(src: Path, shards: list[_Shard], index: Path | None, options: Options) -> None:
     """Raise unless the source is whole, not quantized yet, and has something to quantize."""
     stored = {shard.source.path.name: shard.source.entries for shard in shards}
     lost = [name for name, file in (weight_map(index) if index else {}).items() if name not in stored[file]]
@@ -466,9 +477,44 @@ def _check_source(src: Path, shards: list[_Shard], index: Path | None) -> None:
     for shard in shards:
         if METADATA_KEY in shard.source.metadata:
             raise StorageError(f"{shard.source.path}: quantized already, by nibblas; need plain weights")
+    _check_patterns(src, shards, "include", set(options.include) - set(DEFAULT_INCLUDE))
+    _check_patterns(src, shards, "exclude", set(options.exclude) - set(DEFAULT_EXCLUDE))
+    _check_orientation(src, shards)
     if not any(shard.planned for shard in shards):
         reasons = [f"{name}: {reason}" for shard in shards for name, reason in shard.skipped.items()]
         raise StorageError(f"{src}: nothing to quantize. " + "; ".join(reasons[:8] + ["..."] * (len(reasons) > 8)))
+
+
+def _check_patterns(src: Path, shards: list[_Shard], argument: str, patterns: set[str]) -> None:
+    """Raise for a pattern that matches nothing: a slip would go unseen until the output is used."""
+    names = [name for shard in shards for name in shard.source.entries]
+    for pattern in sorted(patterns):
+        if not any(_matches(name, pattern) for name in names):
+            raise ValueError(
+                f"quantize: {argument} pattern {pattern!r} matches none of the {counted(len(names), 'tensor')} of {src}"
+            )
+
+
+def _check_orientation(src: Path, shards: list[_Shard]) -> None:
+    """Raise if weights that the model stores as (..., K, N) were to be quantized, along N."""
+    config = (src if src.is_dir() else src.parent) / "config.json"
+    for model_type in _model_types(read_json(config)) if config.is_file() else ():
+        patterns = TRANSPOSED.get(model_type, ())
+        names = [name for shard in shards for name in shard.planned]
+        if found := {pattern: name for pattern in patterns for name in names if fnmatchcase(f".{name}", pattern)}:
+            raise StorageError(
+                f"quantize: {src}: {next(iter(found.values()))} is (..., K, N) in models of model_type {model_type!r}, "
+                f"need (..., N, K) as of nn.Linear: transpose such weights, or exclude {', '.join(found)}"
+            )
+
+
+def _model_types(config: Any) -> Iterator[str]:
+    """Every model_type of a config.json, those of the models that a model is made of too."""
+    if isinstance(config, dict):
+        if isinstance(config.get("model_type"), str):
+            yield config["model_type"]
+        for value in config.values():
+            yield from _model_types(value)
 
 
 def _check_target(dst: Path, shards: list[_Shard], index: Path | None, overwrite: bool) -> None:

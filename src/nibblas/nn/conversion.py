@@ -2,7 +2,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,11 +21,14 @@ from nibblas.tensor import ScaledTensor
 from nibblas.words import counted
 
 # Names of layers that `convert` and `nibblas quantize` leave as they are unless told otherwise: small, or such that
-# their errors reach everything behind them.
+# their errors reach everything behind them. Patterns as of `matches`: whole models stand below names like
+# "roberta_prelayernorm" and "embed_tokens_extend", so that embeddings and norms are known by the last piece.
 DEFAULT_EXCLUDE = (
-    *("*embed*", "*wte*", "*wpe*", "*norm*", "*Norm*"),
-    *("*lm_head*", "head", "*.head", "output", "score", "*classifier*", "*qa_outputs*", "cls.*", "*pooler*"),
-    *("gate", "*.gate", "*.gate.wg", "*shared_expert_gate*", "*router*"),  # what routes tokens to experts
+    *(".*embed*", ".*emb", "*wte*", "*wpe*", ".shared", ".*attention_bias", ".*norm*", ".*Norm*"),
+    *("*time_embed*", "*time_text_embed*", "*timestep_embed*"),  # of diffusion models, seen by all their blocks
+    *("*lm_head*", ".head", "output", "score", "*classifier*", "*qa_outputs*", "cls.*", "*.cls.*", "*pooler*"),
+    *(".decoder", ".vocab_projector", ".output_projection", "proj_out", ".lm_loss", ".ctc_head", ".codec_head"),
+    *(".gate", "*.gate.wg", "*shared_expert_gate*", "*router*"),  # what routes tokens to experts
 )
 # Modules that read the weights of the Linears inside them, which a Linear with other weights would break.
 READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -65,8 +68,8 @@ def convert(
     format: Format | str = NVFP4,
     scale_rule: str | None = None,
     *,
-    include: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str = DEFAULT_EXCLUDE,
+    include: Iterable[str] | str | None = None,
+    exclude: Iterable[str] | str | None = None,
     activations: str = "none",
     rotation: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
@@ -81,8 +84,9 @@ def convert(
     ----------
     model : any module; if it is an nn.Linear itself, the FP4Linear is returned.
     format, scale_rule, rotation, activations : as in FP4Linear.
-    include : fnmatch patterns of qualified names ("model.layers.*.mlp.*"); None is all.
-    exclude : patterns of what to leave; wins over include. By default DEFAULT_EXCLUDE: embeddings, norms, output heads,
+    include : fnmatch patterns of qualified names ("model.layers.*.mlp.*"); None is all. A pattern that starts with a
+        dot is of the last piece of the name alone: ".q_proj", ".*_proj".
+    exclude : patterns of what to leave; wins over include. None is DEFAULT_EXCLUDE: embeddings, norms, output heads,
         poolers, routers and gates. `exclude=(*DEFAULT_EXCLUDE, "...")` leaves more.
     progress : called with (layers done, layers in all, name of the next) before each layer.
 
@@ -97,11 +101,11 @@ def convert(
         raise TypeError(f"convert: model is a {type(model).__name__}, need an nn.Module")
     format = ops.format_for("convert", format)
     check_options("convert", format, scale_rule, rotation, activations)
-    include = ("*",) if include is None else (include,) if isinstance(include, str) else tuple(include)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    include = as_patterns("convert", "include", include, ("*",))
+    exclude = as_patterns("convert", "exclude", exclude, DEFAULT_EXCLUDE)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or _holds_fused_experts(m)}
     for pattern in include:
-        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in layers):
+        if pattern != "*" and not any(matches(name, pattern) for name in layers):
             raise ValueError(f"convert: include pattern {pattern!r} matches none of {counted(len(layers), 'layer')}")
 
     reasons = {
@@ -145,11 +149,31 @@ def convert(
     return model
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is of a layer's name or, if it starts with a dot, of the last piece of the name.
+
+    >>> [matches("input_norm.linear", pattern) for pattern in ("*norm*", ".*norm*", ".linear", "linear")]
+    [True, False, True, False]
+    """
+    return fnmatchcase(f".{name.rpartition('.')[2]}" if pattern.startswith(".") else name, pattern)
+
+
+def as_patterns(op: str, argument: str, given: Any, default: tuple[str, ...]) -> tuple[str, ...]:
+    """What was given for include or exclude: None (the default), one pattern, or some."""
+    if given is None:
+        return default
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{op}: {argument} has a {type(pattern).__name__}, need str patterns, one or some, or None")
+    return found
+
+
 def _excluded(name: str, include: Iterable[str], exclude: Iterable[str]) -> str:
     for pattern in exclude:
-        if fnmatchcase(name, pattern):
+        if matches(name, pattern):
             return f"excluded by {pattern!r}"
-    return "" if any(fnmatchcase(name, pattern) for pattern in include) else "not in include"
+    return "" if any(matches(name, pattern) for pattern in include) else "not in include"
 
 
 def _why_not(model: nn.Module, name: str, layer: nn.Module, format: Format, rotation: int) -> str:
