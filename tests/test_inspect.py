@@ -391,7 +391,7 @@ def test_unequal_global_scales_of_fused_layers(tmp_path):
             tensors |= modelopt(f"layers.{layer}.mlp.{name}", N=4, K=32)
     assert warned(tmp_path, tensors) == [
         "q_proj/k_proj/v_proj have unequal global scales in 2 of 3 groups, by up to 2 (layers.1.self_attn); "
-        "a fused product needs one"
+        "fused products of other libraries need one, those of nibblas don't"
     ]
 
 

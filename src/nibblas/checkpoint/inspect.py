@@ -514,7 +514,7 @@ def _fused_warnings(tensors: Iterable[TensorReport]) -> list[str]:
             worst = max(ratios, key=ratios.__getitem__)
             warnings.append(
                 f"{'/'.join(parts)} have unequal global scales in {len(ratios)} of {len(of_kind)} groups, by up to "
-                f"{ratios[worst]:.3g} ({worst}); a fused product needs one"
+                f"{ratios[worst]:.3g} ({worst}); fused products of other libraries need one, those of nibblas don't"
             )
     return warnings
 
