@@ -193,6 +193,17 @@ def test_grouped_matmul_is_a_list_of_products():
         assert torch.equal(got, nb.matmul(x, w))
     with pytest.raises(ValueError, match="a has 3 matrices, b 2"):
         nb.grouped_matmul(a, b[:2])
+    with pytest.raises(ValueError, match="a has 1 matrix, b 2"):
+        nb.grouped_matmul(a[:1], b[:2])
+    for given, named in (
+        ((a[0], b[0]), "a is a Tensor"),
+        ((a, b[0]), "b is a ScaledTensor"),
+        ((None, b), "a is a None"),
+    ):
+        with pytest.raises(TypeError, match=f"grouped_matmul: {named}.*, need a list of matrices"):
+            nb.grouped_matmul(*given)
+    with pytest.raises(TypeError, match="grouped_matmul: out is a Tensor, need a list"):
+        nb.grouped_matmul(a[:1], b[:1], out=outs[0])
 
 
 def test_moe_weighs_biases():
@@ -504,8 +515,15 @@ def test_bad_operands_are_refused_by_name():
     w, x, batch = weights("nvfp4", 24, 64), torch.randn(3, 64), weights("nvfp4", 2, 24, 64)
     refused(TypeError, "linear: w is a Tensor, need a ScaledTensor", lambda: nb.linear(x, torch.randn(24, 64)))
     refused(TypeError, "linear: x is a list", lambda: nb.linear([1.0], w))
-    refused(TypeError, r"linear: a tensor has dtype torch.float64", lambda: nb.linear(x.double(), w))
-    refused(TypeError, r"linear: a tensor has dtype torch.int32", lambda: nb.linear(x.int(), w))
+    refused(TypeError, r"linear: x has dtype torch.float64", lambda: nb.linear(x.double(), w))
+    refused(TypeError, r"linear: x has dtype torch.int32", lambda: nb.linear(x.int(), w))
+    refused(TypeError, r"matmul: a has dtype torch.int32", lambda: nb.matmul(x.int(), w))
+    refused(TypeError, r"matmul: b has dtype torch.int32", lambda: nb.matmul(w, x.int()))
+    gates = r"gated_linear: w_gate is nvfp4 \(24, 64\) rotated by 0, w_up nvfp4 \(8, 64\) rotated by 0; need the same$"
+    refused(ValueError, gates, lambda: nb.gated_linear(x, w, weights("nvfp4", 8, 64)))
+    for device in ("zz", None):
+        refused(ValueError, f"scale_layout: device {device!r} is unknown", lambda: nb.scale_layout("nvfp4", device))  # noqa: B023
+    refused(TypeError, "load: path is a NoneType, need a path", lambda: nb.load(None))
     refused(ValueError, r"linear: K differs: x has shape \(3, 48\)", lambda: nb.linear(x[:, :48], w))
     refused(ValueError, r"matmul: K differs: a has shape \(24, 64\), b \(3, 48\)", lambda: nb.matmul(w, x[:, :48]))
     overlapping = torch.empty(100).as_strided((3, 24), (1, 1))
@@ -641,9 +659,7 @@ def test_bad_moe_is_refused():
     refused(TypeError, "expert_ids are torch.float32", lambda: nb.moe(x, share, share, gate, gate, down))
     refused(TypeError, "expert_ids are torch.bool", lambda: nb.moe(x, ids.bool(), share, gate, gate, down))
     refused(ValueError, "moe: K differs", lambda: nb.moe(x[:, :32], ids, share, gate, gate, down))
-    refused(
-        TypeError, "moe: a tensor has dtype torch.float64", lambda: nb.moe(x.double(), ids, share, gate, gate, down)
-    )
+    refused(TypeError, "moe: x has dtype torch.float64", lambda: nb.moe(x.double(), ids, share, gate, gate, down))
     refused(
         ValueError,
         r"moe: bias_down has shape \(3,\), need \(2, 64\)",

@@ -17,6 +17,7 @@ from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.quantize import dequantize as plain_dequantize
 from nibblas.tensor import ScaledTensor
+from nibblas.words import counted
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 EXPLAINED = {  # by `explain`: operations, and what they take
@@ -63,7 +64,7 @@ def _check_operands(
     biases = biases or {}
     if not isinstance(x, Tensor | ScaledTensor):
         raise TypeError(f"{op}: x is a {type(x).__name__}, need a Tensor or a ScaledTensor")
-    operand_name(x, op)
+    operand_name(x, op, "x")
     if x.ndim == 0:
         raise ValueError(f"{op}: x has no dimension, need (..., K)")
     for w in weights:
@@ -289,6 +290,7 @@ def _matmul(
         if not isinstance(t, Tensor | ScaledTensor) or t.ndim < 2:
             got = tuple(t.shape) if isinstance(t, Tensor | ScaledTensor) else type(t).__name__
             raise ValueError(f"{op}: {name} is {got}, need (..., rows, K)")
+        operand_name(t, op, name)
     _check_batches(op, a, b)
     if not isinstance(b, ScaledTensor):
         # Only the second operand of a kernel is always FP4: c.T = b @ a.T.
@@ -407,12 +409,18 @@ def grouped_matmul(
     kernel: str | None = None,
 ) -> list[Tensor]:
     """Independent products of any sizes: [a[g] (M_g, K_g) @ b[g] (N_g, K_g).T for each g]. Arguments as in `matmul`."""
+    op = "grouped_matmul"
+    for name, given in (("a", a), ("b", b), ("out", out)):
+        is_one = isinstance(given, Tensor | ScaledTensor) or not isinstance(given, Iterable | None)
+        if is_one or (given is None and name != "out"):
+            raise TypeError(f"{op}: {name} is a {type(given).__name__}, need a list of matrices")
     a, b, out = list(a), list(b), None if out is None else list(out)
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
-        lengths = f"a has {len(a)} matrices, b {len(b)}" + ("" if out is None else f", out {len(out)}")
-        raise ValueError(f"grouped_matmul: {lengths}; need as many in each")
+        lengths = f"a has {counted(len(a), 'matrix', 'matrices')}, b {len(b)}"
+        lengths += "" if out is None else f", out {len(out)}"
+        raise ValueError(f"{op}: {lengths}; need as many in each")
     outs = [None] * len(a) if out is None else out
-    return [_matmul("grouped_matmul", x, w, c, out_dtype, kernel, False) for x, w, c in zip(a, b, outs, strict=True)]
+    return [_matmul(op, x, w, c, out_dtype, kernel, False) for x, w, c in zip(a, b, outs, strict=True)]
 
 
 def gated_linear(
@@ -438,7 +446,8 @@ def gated_linear(
     _check_weights(op, "w_gate", w_gate, 2)
     _check_weights(op, "w_up", w_up, 2)
     if w_gate.shape != w_up.shape or w_gate.format != w_up.format or w_gate.rotation != w_up.rotation:
-        raise ValueError(f"{op}: w_gate {w_gate} and w_up {w_up} differ in shape, format or rotation")
+        one, other = (f"{w.format} {tuple(w.shape)} rotated by {w.rotation}" for w in (w_gate, w_up))
+        raise ValueError(f"{op}: w_gate is {one}, w_up {other}; need the same")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation {activation!r} is unknown; there are {', '.join(ACTIVATIONS)}")
     _check_operands(op, x, w_gate, w_up, biases={"bias_gate": bias_gate, "bias_up": bias_up})
@@ -648,7 +657,11 @@ def scale_layout(format: Format | str, device: torch.device | str) -> TiledLayou
     >>> nb.scale_layout(nb.NVFP4, "cpu")
     LINEAR
     """
-    return _scale_layout(format_for("scale_layout", format), torch.device(device), age())
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"scale_layout: device {device!r} is unknown; need cpu, cuda, or cuda:1 ...") from None
+    return _scale_layout(format_for("scale_layout", format), place, age())
 
 
 @cache

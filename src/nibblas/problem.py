@@ -97,15 +97,15 @@ def bits(name: str) -> float:
     return DTYPES[name].itemsize * 8
 
 
-def operand_name(t: Tensor | ScaledTensor, op: str) -> str:
-    """The dtype or format name of an operand; raises TypeError with the operation's name for any other dtype."""
+def operand_name(t: Tensor | ScaledTensor, op: str, name: str = "a tensor") -> str:
+    """The dtype or format name of an operand; raises TypeError with the operation's and its name for another dtype."""
     if isinstance(t, ScaledTensor):
         return t.format.name
     try:
         return DTYPE_NAMES[t.dtype]
     except KeyError:
         names = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
-        raise TypeError(f"{op}: a tensor has dtype {t.dtype}, need one of {names} or a ScaledTensor") from None
+        raise TypeError(f"{op}: {name} has dtype {t.dtype}, need one of {names} or a ScaledTensor") from None
 
 
 def operand_layouts(t: Tensor | ScaledTensor) -> tuple[str, str]:

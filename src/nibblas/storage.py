@@ -412,6 +412,8 @@ def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[st
     Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part, and for a device
     that isn't there.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"load: path is a {type(path).__name__}, need a path")
     header = read_header(path)
     scaled = header.scaled
     if scaled is None:

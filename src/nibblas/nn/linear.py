@@ -163,9 +163,12 @@ class FP4Linear(PackedModule):
         rotation: int = 0,
         activations: str = "none",
     ) -> Self:
-        """The layer with its weight quantized and the very bias of `linear`; errors as in `nibblas.quantize`."""
+        """The layer with its weight quantized and the very bias of `linear`."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FP4Linear: from_linear was given a {type(linear).__name__}, need an nn.Linear")
+        format = ops.format_for("FP4Linear", format)
+        check_options("FP4Linear", format, scale_rule, rotation, activations)
+        format.check_K("FP4Linear", linear.in_features)
         w = ops.quantize(linear.weight.detach(), format, scale_rule=scale_rule, rotation=rotation)
         return cls._of(w, linear, activations)
 
