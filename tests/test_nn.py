@@ -676,6 +676,10 @@ def test_convert_by_patterns_and_again():
         ("layers.0.mask_head.linear", False),
         ("single_transformer_blocks.0.proj_out", False),
         ("model.embed_tokens", True),
+        ("decoder.model.decoder.embed_tokens.3", True),
+        ("decoder.model.decoder.lm_heads.3", True),
+        ("transformer.w", True),
+        ("pred_layer.proj", True),
         ("bert.embeddings.word_embeddings", True),
         ("layers.0.qkv_norm", True),
         ("encoder.pos_emb", True),
@@ -688,6 +692,7 @@ def test_convert_by_patterns_and_again():
         ("lm_loss", True),
         ("predictions.decoder", True),
         ("text_decoder.cls.predictions.transform.dense", True),
+        ("decoder", True),
         ("ctc_head", True),
     ],
 )

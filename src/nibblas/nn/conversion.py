@@ -24,10 +24,13 @@ from nibblas.words import counted
 # their errors reach everything behind them. Patterns as of `matches`: whole models stand below names like
 # "roberta_prelayernorm" and "embed_tokens_extend", so that embeddings and norms are known by the last piece.
 DEFAULT_EXCLUDE = (
-    *(".*embed*", ".*emb", "*wte*", "*wpe*", ".shared", ".*attention_bias", ".*norm*", ".*Norm*"),
+    *(".*embed*", ".*Embed*", ".*emb", "*wte*", "*wpe*", "transformer.w", ".shared", ".*attention_bias"),
+    *("*embed_tokens.[0-9]*", "*embeddings.[0-9]*", "*embeds_layers.[0-9]*"),  # embeddings in a list
+    *(".*norm*", ".*Norm*"),
     *("*time_embed*", "*time_text_embed*", "*timestep_embed*"),  # of diffusion models, seen by all their blocks
     *("*lm_head*", ".head", "output", "score", "*classifier*", "*qa_outputs*", "cls.*", "*.cls.*", "*pooler*"),
-    *(".decoder", ".vocab_projector", ".output_projection", "proj_out", ".lm_loss", ".ctc_head", ".codec_head"),
+    *(".decoder", "pred_layer.proj", ".vocab_projector", ".output_projection", "proj_out"),
+    *(".lm_loss", ".ctc_head", ".codec_head"),
     *(".gate", "*.gate.wg", "*shared_expert_gate*", "*router*"),  # what routes tokens to experts
 )
 # Modules that read the weights of the Linears inside them, which a Linear with other weights would break.
