@@ -786,7 +786,8 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
         )
     if len(rows) > len(unable):
         print_(table)
-        print_(f"[dim]`nibblas index show {rows[0][1].kernel.slug}` tells all that is known of the first[/]")
+        show = f"`nibblas index show {rows[0][1].kernel.slug}`"
+        print_(f"[dim]{show} tells more of the first, after `nibblas index add --own`[/]")
     else:
         print_(f"[red]{NONE_CAN}[/]")
     for line in unable:

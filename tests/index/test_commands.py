@@ -7,9 +7,12 @@ from made_up import RUN, make_item
 from test_ingest import PAGE, PYTHON, data_set, flat, write
 from typer.testing import CliRunner
 
+from nibblas.index import commands
 from nibblas.index.commands import app
+from nibblas.index.ingest import Report
+from nibblas.index.ingest.reading import Skipped
 from nibblas.index.model import Source
-from nibblas.index.store import Store, StoreError
+from nibblas.index.store import Store, StoreError, default_path, no_index
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def test_add_tells_what_it_did(nibblas_index, tmp_path):
     done = nibblas_index("add", tmp_path / "in", "--json")
     assert json.loads(done.stdout)["unchanged"] == 1
     assert json.loads(done.stdout)["skipped"] == [
-        {"what": str(tmp_path / "in" / "notes.md"), "why": "no importer takes .md files"}
+        {"what": str(tmp_path / "in" / "notes.md"), "why": "no importer takes .md files", "things": 1}
     ]
 
 
@@ -96,6 +99,25 @@ def test_source_is_shown_where_its_terms_allow(nibblas_index, tmp_path):
         nibblas_index("show", "kernels-a", "--source")
     nibblas_index("add", path, "--terms", "MIT", "--licence", "MIT")
     assert nibblas_index("show", "kernels-a", "--source").stdout == PYTHON
+
+
+def test_things_left_out_are_counted(capsys):
+    stale = "of code with the digest 0, not in the index"
+    skipped = [Skipped("3 measurements of a", stale, 3), Skipped("a.md", "no importer"), Skipped("b.md", "no importer")]
+    commands._print_report(Report(skipped=skipped))
+    assert capsys.readouterr().out.splitlines() == [
+        "nothing added",
+        f"skipped 3: {stale}: 3 measurements of a",
+        "skipped 2: no importer: a.md, b.md",
+    ]
+
+
+def test_who_has_no_index_is_told_of_the_demos(tmp_path, monkeypatch):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path))
+    path, demo = default_path(), tmp_path / "index-demo.sqlite"
+    assert str(no_index(path)).endswith("makes one of nibblas's own kernels")
+    demo.touch()
+    assert str(no_index(path)).endswith(f"own kernels, --db {demo} is the demo's")
 
 
 def test_check_and_backup(nibblas_index, tmp_path):

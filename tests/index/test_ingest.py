@@ -461,7 +461,7 @@ def test_rows_that_are_left_out(store, tmp_path):
     boards = tuple({row["problem_name"] for row in rows} - {"another"})
     report = add(store, [data_set(tmp_path / "toy.parquet", rows)], Options(boards=boards))
     assert report.added == 2
-    assert sorted(why.split(";")[0][:40] for _, why in report.skipped) == sorted(
+    assert sorted(why.split(";")[0][:40] for _, why, _ in report.skipped) == sorted(
         [
             "did not pass",
             "the row has no code",
@@ -710,7 +710,7 @@ def test_own_kernels(store, measured):
     report = add_own(store)
     assert report.added == len(kernels())
     assert report.skipped == [
-        Skipped("1 measurements of cpu_linear", "of code with the digest 000000000000, not in the index")
+        Skipped("1 measurement of cpu_linear", "of code with the digest 000000000000, not in the index")
     ]
     for kernel in kernels():
         found = store.item(f"nibblas-{kernel.name.replace('_', '-')}")

@@ -238,7 +238,7 @@ def test_ways_to_use_it(catalog):
     ways = {way.name: way for way in read.implementation(catalog, "toy-gemm-compiled").ways}
     assert ways["install"].how == "pip install toy"
     assert ways["import"].how == "import toy"
-    assert "submission.py (1 lines), under MIT" in ways["vendor"].how
+    assert "submission.py (1 line), under MIT" in ways["vendor"].how
     ways = {way.name: way for way in read.implementation(catalog, GEMV(8)).ways}
     assert all(way.how is None and way.why_not for way in ways.values())
 

@@ -2,6 +2,7 @@
 
 import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from nibblas.words import counted
 
 if TYPE_CHECKING:
     from nibblas.index.catalog import Catalog
@@ -127,7 +130,7 @@ def scan(db: Database = None) -> None:
 
     with _writing(db, make=False) as store, _progress("scan") as advance:
         count = ingest.scan(store, advance)
-    print(f"{_some(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
+    print(f"{counted(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
 
 
 @app.command("compile", no_args_is_help=True)
@@ -156,7 +159,9 @@ def compile_(
         elif outcome.confirmed is None:
             told += "compiled; without nvdisasm its machine code can't be read"
         else:
-            told += f"compiled; {_some(outcome.confirmed, 'use')} confirmed, {outcome.refuted} refuted by machine code"
+            told += (
+                f"compiled; {counted(outcome.confirmed, 'use')} confirmed, {outcome.refuted} refuted by machine code"
+            )
         print(told)
     if any(outcome.problem for outcome in outcomes):
         raise typer.Exit(1)
@@ -200,7 +205,7 @@ def show(
 
     Examples:
 
-    - `nibblas index show nibblas-cpu-linear`
+    - `nibblas index show nibblas-cpu-linear`, after `nibblas index add --own`
     """
     from nibblas.index import read
     from nibblas.index.documents import plain
@@ -257,7 +262,7 @@ def export(
 
     with _reading(db) as catalog, _progress("export") as advance:
         made = write(catalog, site, advance)
-    print(f"{site / 'index.html'}: {_some(made.pages, 'page')}, {made.bytes / 1e6:,.1f} MB")
+    print(f"{site / 'index.html'}: {counted(made.pages, 'page')}, {made.bytes / 1e6:,.1f} MB")
 
 
 @app.command()
@@ -280,8 +285,9 @@ def demo(
     """
     from nibblas.index import ingest
     from nibblas.index.server import run_server
+    from nibblas.index.store import DEMO
 
-    path = db or _path(None).with_name("index-demo.sqlite")
+    path = db or _path(None).with_name(DEMO)
     with _writing(path) as store:
         report = ingest.add_own(store)
     _print_report(report)
@@ -375,7 +381,7 @@ def check(db: Database = None) -> None:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(line)}", highlight=False)
     if wrong:
         raise typer.Exit(1)
-    print(f"{_some(count, 'revision')} stored, all as their digests say")
+    print(f"{counted(count, 'revision')} stored, all as their digests say")
 
 
 def _path(db: Path | None) -> Path:
@@ -438,17 +444,16 @@ def _print_json(data: Any) -> None:
     print(to_json(data))
 
 
-def _some(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def _print_report(report: "Report") -> None:
     done = {"added": report.added, "revised": report.revised, "updated": report.updated, "unchanged": report.unchanged}
     print(", ".join(f"{count:,} {name}" for name, count in done.items() if count) or "nothing added")
-    reasons = sorted(report.reasons.items(), key=lambda entry: -len(entry[1]))
+    skipped: Counter[str] = Counter()
+    for left in report.skipped:
+        skipped[left.why] += left.things
+    reasons = sorted(report.reasons.items(), key=lambda entry: -skipped[entry[0]])
     for why, what in reasons[:SHOWN_REASONS]:
         more = f" and {len(what) - SHOWN_OF_A_REASON:,} more" if len(what) > SHOWN_OF_A_REASON else ""
-        print(f"skipped {len(what):,}: {why}: {', '.join(what[:SHOWN_OF_A_REASON])}{more}")
+        print(f"skipped {skipped[why]:,}: {why}: {', '.join(what[:SHOWN_OF_A_REASON])}{more}")
     if len(reasons) > SHOWN_REASONS:
         print(f"... {len(reasons) - SHOWN_REASONS} more reasons; --json lists all")
 
@@ -499,7 +504,7 @@ def _print_dossier(dossier: "Dossier") -> None:
     line("terms", dossier.licence.terms)
     line("from", f"{it.source.kind} {it.source.locator}")
     for file in dossier.files:
-        line("file", f"{file.path}, {file.lines} lines, sha256 {file.sha256}")
+        line("file", f"{file.path}, {counted(file.lines, 'line')}, sha256 {file.sha256}")
     for way in dossier.ways:
         line(way.name, way.how or f"no: {way.why_not}")
     for use in dossier.techniques:

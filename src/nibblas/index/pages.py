@@ -29,6 +29,7 @@ from nibblas.index.documents import (
 from nibblas.index.model import CompatFact, Event, FactKind, RunStatus, Workload
 from nibblas.index.render import Crumbs, Page, count, params
 from nibblas.problem import OPS, Problem
+from nibblas.words import counted
 
 Params = Mapping[str, Sequence[str]]
 SEARCH_PARAMETERS = tuple("q" if field.name == "text" else field.name for field in fields(Query))
@@ -169,7 +170,7 @@ def source_file(catalog: Catalog, name: str, path: str) -> Page:
         "file.html",
         f"/implementations/{name}/files/{path}",
         path,
-        f"Source of {it.name}: {path}, {file.lines} lines.",
+        f"Source of {it.name}: {path}, {counted(file.lines, 'line')}.",
         {"implementation": it.slug, "revision": it.revision, "digest": dossier.digest, "file": file},
         values,
         title=f"{path}, {it.name}",

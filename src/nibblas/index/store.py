@@ -70,9 +70,14 @@ class StoreError(RuntimeError):
     """The index can't be opened, read or written as asked; nothing was changed."""
 
 
+DEMO = "index-demo.sqlite"  # beside the default index: what `nibblas index demo` fills
+
+
 def no_index(path: Path) -> StoreError:
     """What is said where a path should hold an index."""
-    return StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels")
+    demo = default_path().with_name(DEMO)
+    other = f", --db {demo} is the demo's" if demo.exists() and demo != path else ""
+    return StoreError(f"{path}: no index there; `nibblas index add --own` makes one of nibblas's own kernels{other}")
 
 
 def default_path() -> Path:

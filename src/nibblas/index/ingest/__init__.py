@@ -50,7 +50,7 @@ class Report:
     def reasons(self) -> dict[str, list[str]]:
         """What was left out, by reason."""
         found: dict[str, list[str]] = {}
-        for what, why in self.skipped:
+        for what, why, _ in self.skipped:
             found.setdefault(why, []).append(what)
         return found
 

@@ -28,6 +28,7 @@ from nibblas.index.model import (
     language_of,
 )
 from nibblas.index.store import Store
+from nibblas.words import counted
 
 if TYPE_CHECKING:
     from nibblas.evidence import Measurement
@@ -141,7 +142,9 @@ def _with_runs(measurements: Iterable["Measurement"], store: Store, every: bool)
             yield Attached(found[0], tuple(of))
         else:
             yield Skipped(
-                f"{len(of)} measurements of {name}", f"of code with the digest {digest[:12]}, not in the index"
+                f"{counted(len(of), 'measurement')} of {name}",
+                f"of code with the digest {digest[:12]}, not in the index",
+                len(of),
             )
 
 

@@ -23,6 +23,7 @@ from nibblas.index.model import (
     Source,
 )
 from nibblas.index.store import Store
+from nibblas.words import counted
 
 SECTIONS = ("Use it", "Compatibility", "Benchmark evidence", "Source and license", "Techniques")
 LABELS = {
@@ -117,9 +118,8 @@ def _item(page: Page, slug: str, address: str, record: str, options: Options) ->
     held = content.count(b"\n") + 1
     limitations = []
     if held != page.claimed_lines:
-        limitations.append(
-            f"The page says {page.claimed_lines} lines, its text holds {held}: this is not the file that was measured."
-        )
+        says = counted(page.claimed_lines, "line")
+        limitations.append(f"The page says {says}, its text holds {held}: this is not the file that was measured.")
     if not any(line[:1].isspace() for line in page.source.splitlines()):
         limitations.append("The text of the page lost all indentation, so Python can't run the file as it is kept.")
     if fields.get("revision digest"):
@@ -130,7 +130,8 @@ def _item(page: Page, slug: str, address: str, record: str, options: Options) ->
     if not rows and any("measurement" in page.lines[i] for i in measured):
         limitations.append("The page tells of measurements, but its text has lost their values.")
     if uncited:
-        limitations.append(f"{len(uncited)} lines of the page's techniques cite no line of its source.")
+        cite = "cites" if len(uncited) == 1 else "cite"
+        limitations.append(f"{counted(len(uncited), 'line')} of the page's techniques {cite} no line of its source.")
     board = KERNELBOT.match(slug)
     implementation = Implementation(
         options.slug or slug,

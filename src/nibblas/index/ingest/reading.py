@@ -56,10 +56,11 @@ class Options:
 
 
 class Skipped(NamedTuple):
-    """Something that is not imported, and why."""
+    """Something that is not imported, and why. `things` says how many `what` names."""
 
     what: str
     why: str
+    things: int = 1
 
 
 class Attached(NamedTuple):

@@ -30,6 +30,7 @@ from nibblas.index.model import CompatFact, Implementation
 from nibblas.index.names import technique_ref
 from nibblas.index.prepared import OBSERVED
 from nibblas.index.store import unpack
+from nibblas.words import counted
 
 MOST_RUNS = 100  # of a dossier
 # A finding leaves out what is empty.
@@ -216,7 +217,7 @@ def _techniques_of(findings: Iterable[Finding], every: bool) -> tuple[TechniqueU
 
 def _ways(what: Implementation, licence: Licence) -> tuple[Way, ...]:
     """How it can be used: its files copied, a module imported, a package installed; and for each why not."""
-    files = " and ".join(f"{file.path} ({file.lines} lines)" for file in what.files)
+    files = " and ".join(f"{file.path} ({counted(file.lines, 'line')})" for file in what.files)
     if not what.files:
         vendor = Way("vendor", None, "no source is stored")
     elif licence.shown:
