@@ -51,7 +51,7 @@ class Profile:
 
         own = [event(50, 90, name="sum"), event(0, 50, name="fill")]
         host, note = event(0, 500, DeviceType.CPU), event(0, 500, is_user_annotation=True)
-        others = [event(start, end, name=name) for start, end, name in Profile.seen if Profile.used > 1]
+        others = [event(start, end, name=name) for start, end, name in Profile.seen if Profile.used > 2]
         return [*others, *own, host, note]
 
 
@@ -69,14 +69,16 @@ def gpu(monkeypatch):
         "init": lambda: None,
         "current_device": lambda: chosen[-1],
         "Event": Event,
-        "current_stream": lambda device: "the first stream",
-        "set_stream": lambda stream: None,
+        "current_stream": lambda device: SimpleNamespace(stream_id=3, device_index=0, device_type=1),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch._C, "_CudaEventBase", Event, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_synchronize", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_sleep", lambda cycles: None, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_setStream", lambda *, stream_id, device_index, device_type: None, raising=False
+    )
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(Profile, "used", 0)
     monkeypatch.setattr(Profile, "seen", ())
@@ -154,12 +156,12 @@ def test_data_is_wrong_before_the_span_and_right_in_it(here, nbytes):
     for _ in range(20):
         here.hold_back([data.untyped_storage()])
         wrong = (data != right).nonzero().flatten()
-        assert min(nbytes // 8, HELD_WORDS) <= len(wrong) // 8 <= 2 * HELD_WORDS
-        assert len(wrong) == nbytes // 8 * 8 or max(wrong) - min(wrong) > nbytes * 0.99
+        assert min(nbytes // 8, 64) <= len(wrong) // 8 <= HELD_WORDS
+        assert nbytes < 10_000 or max(wrong) - min(wrong) > nbytes * 0.99
         places.add(int(wrong[0]))
         _, seen = here.timed(torch.clone, data)
         assert torch.equal(seen, right)
-    assert len(places) > 1 or nbytes < 10_000, "nobody knows before which words are held back"
+    assert len(places) > 1 or nbytes < 600, "nobody knows before which words are held back"
 
 
 def test_the_largest_tensors_that_hold_data_are_held_back(here):

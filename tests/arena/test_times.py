@@ -179,10 +179,15 @@ def test_how_long_the_device_was_kept_busy_is_no_unseen_time():
         replace(sample, claimed_ns=sample.claimed_ns | {"lead": lead})
         for sample, lead in zip(samples(claims, seen, "event"), leads, strict=True)
     ]
-    assert timing.unseen_time(told, EMPTY, "event") is None
-    endless = [replace(sample, claimed_ns=sample.claimed_ns | {"lead": 1e12}) for sample in told]
-    late = [replace(sample, observed_ns=sample.observed_ns + 40e6) for sample in endless]
-    assert timing.unseen_time(late, EMPTY, "event") is not None, "no lead is that long"
+    assert timing.unseen_time(told, EMPTY, "event", 11e6) is None
+    late = [replace(sample, observed_ns=sample.observed_ns + 5e6) for sample in told]
+    found = timing.unseen_time(late, EMPTY, "event", 11e6)
+    assert found is not None
+    assert found.severity == "refuse"
+    longer = [replace(sample, claimed_ns=sample.claimed_ns | {"lead": 15e6}) for sample in late]
+    found = timing.unseen_time(longer, EMPTY, "event", 11e6)
+    assert found is not None
+    assert found.severity == "flag", "a slower clock, or a claim"
 
 
 def test_work_before_the_span_is_found():

@@ -331,7 +331,7 @@ class CaseRun:
     def _judge_times(self) -> None:
         protocol = self.run.record.protocol
         for finding in (
-            timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer),
+            timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer, self.contestant.empty_lead_ns),
             timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
             timing.other_streams(self.samples, self.contestant.empty_tail_ns),
             timing.outside_work(

@@ -1,7 +1,7 @@
 """What the worker does to its device around a call: wait for it, empty its caches, time it.
 
-Every function of torch that is needed is looked up when the class is made, which is before the submission is imported:
-what a submission puts in their place later is never called here.
+The functions of torch that time, wait and empty caches are looked up when the class is made, which is before the
+submission is imported: what a submission puts in their place later is not called here.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -125,7 +126,7 @@ class Gpu:
 
     Before the first event the device is kept busy, for LEAD seconds and then with emptying its caches, so that launches
     run ahead of it and are not timed; how long that took is "lead". The caches are written and then read, which leaves
-    nothing in them to write back. A submission could use that time on another stream, which the events don't see. So
+    little in them to write back. A submission could use that time on another stream, which the events don't see. So
     some words of its data, at places that nobody knows before, are not there until the first event. After the last one
     has come the whole device is waited for: how much longer that takes is "tail", and is work on other streams too.
     """
@@ -141,7 +142,9 @@ class Gpu:
         events = torch._C._CudaEventBase
         self._record, self._wait, self._elapsed = events.record, events.synchronize, events.elapsed_time
         self._new_event, self._stream = torch.cuda.Event, torch.cuda.current_stream(self.device)
-        self._set_stream, self._synchronize = torch.cuda.set_stream, torch._C._cuda_synchronize
+        stream, self._synchronize = self._stream, torch._C._cuda_synchronize
+        place = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        self._set_stream = partial(torch._C._cuda_setStream, **place)
         self._zero_, self._sum, self._clock = torch.Tensor.zero_, torch.Tensor.sum, time.perf_counter_ns
         self._arange, self._select, self._equal = torch.arange, torch.Tensor.index_select, torch.equal
         self._fill_, self._copy_ = torch.Tensor.index_fill_, torch.Tensor.index_copy_
@@ -167,7 +170,8 @@ class Gpu:
         on_device = [s for s in storages if s.device == self.device and s.nbytes() >= WORD]
         for storage in sorted(on_device, key=torch.UntypedStorage.nbytes, reverse=True):
             words = storage_bytes(storage)[: storage.nbytes() // WORD * WORD].view(torch.int64)
-            step = max(words.numel() // HELD_WORDS, 1)
+            # Few enough that what they bring into the caches is a small part of the tensor.
+            step = max(words.numel() // HELD_WORDS, min(words.numel() // 64, 64), 1)
             places = self._arange(self._random(step), words.numel(), step, device=self.device)
             values = self._select(words, 0, places)
             self._fill_(words, 0, places, -1)
@@ -193,7 +197,7 @@ class Gpu:
     def timed(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any]:
         """See Device."""
         clock, record, stream, (zeroth, first, last) = self._clock, self._record, self._stream, self._events
-        self._set_stream(stream)  # a submission may have left another
+        self._set_stream()  # a submission may have left another
         start = clock()
         record(zeroth, stream)
         self._sleep(self._sleep_cycles)
@@ -211,11 +215,12 @@ class Gpu:
         return {"event": event, "host": end - start, "tail": end - come, "lead": lead}, output
 
     def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
-        """See Device. A call of nothing, traced before, tells which of the runs are our own."""
-        _, _, own = self._profiled(lambda data: None, data)
+        """See Device. Calls of nothing, traced before, tell which of the runs are our own; a profiler may lose some."""
+        own = [Counter(name for _, _, name in self._profiled(lambda data: None, data)[2]) for _ in range(2)]
         spans, output, runs = self._profiled(function, data)
-        ours = Counter(name for _, _, name in own)
-        others, until = [], -math.inf
+        ours, others, until = own[0] | own[1], [], -math.inf
+        if not ours:
+            return spans, output, Work()
         for start, end, name in runs:
             if ours[name]:
                 ours[name] -= 1
@@ -229,6 +234,8 @@ class Gpu:
     ) -> tuple[dict[str, int], Any, list[tuple[float, float, str]]]:
         """`timed` under a profiler, and from when to when, in nanoseconds, what ran on the device."""
         with self._profile(activities=self._activities) as found:
+            self._zero_(self._buffer)  # the first kernel of a session may be lost
+            self._synchronize()
             spans, output = self.timed(function, data)
         runs = sorted(
             (event.time_range.start * 1e3, event.time_range.end * 1e3, event.name)

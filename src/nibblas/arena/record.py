@@ -46,7 +46,7 @@ class Sample:
     of the statistics.
     """
 
-    claimed_ns: dict[str, float | None]  # by timer: "event", "host", "cupti"
+    claimed_ns: dict[str, float | None]  # by timer: "event", "host", "tail", "lead"
     observed_ns: float | None
     valid: bool = True
     reason: str = ""

@@ -275,7 +275,8 @@ def left_out_in_words(cases: Sequence[CaseResult]) -> str:
 
 def comparison_in_words(ratio: PairedRatio) -> str:
     """What a ratio with its interval and the noise says, which could as well have been on the other side of 1."""
-    noise_low, noise_high = min(ratio.noise_low, 1 / ratio.noise_high), max(ratio.noise_high, 1 / ratio.noise_low)
+    noise_low = min(ratio.noise_low, 1 / ratio.noise_high if ratio.noise_high > 0 else 0.0)
+    noise_high = max(ratio.noise_high, 1 / ratio.noise_low if ratio.noise_low > 0 else math.inf)
     if ratio.high < min(noise_low, 1.0):
         return f"{1 / ratio.ratio:.3g} times as fast"
     if ratio.low > max(noise_high, 1.0):

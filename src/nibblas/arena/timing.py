@@ -25,7 +25,7 @@ SHARE = 0.25
 EVENT_STEP_NS = 500.0  # between the times that two events can be apart, as CUDA's documentation states it
 EVENT_SLACK_NS, HOST_SLACK_NS = 150e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
-LEAD_NS = 20e6  # the most that a worker may claim to have kept its device busy before a call
+LEAD_SHARE = 1.02  # of the lead of calls of nothing: a longer one is that of a slower clock, or claimed
 TAIL_NS = 10e3  # for which a device may go on after the last event of a call, beyond what waiting for an idle one takes
 TRACED_NS = 5e3  # by which a profiler may see more work than the events: each kernel starts a little later under it
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
@@ -103,20 +103,31 @@ def below_floor(sample_ns: float, floor: float | None) -> bool:
     return floor is not None and sample_ns < FLOOR_SHARE * floor
 
 
-def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Finding | None:
+def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns: float = 0.0) -> Finding | None:
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
-    `empty_ns` is what the runner sees of a call of nothing, beyond what it claims and its "lead". Calls wait for the
+    `empty_ns` is what the runner sees of a call of nothing, beyond what it claims and its "lead", which is usually
+    `lead_ns`: calls that claim a longer one can't be checked, and a case of such calls is flagged. Calls wait for the
     machine here and there, so that the quietest tenth counts, in which least is missing: of a timer that lies it is
     missing there too, or, where that lies in the other calls only, those claim less. On a CPU that others use too,
     waiting is all that this can show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter
     test there.
     """
     pairs = [
-        (sample.observed_ns - empty_ns - _lead_ns(sample) - ns, ns)
+        (sample.observed_ns - empty_ns - lead - ns, ns)
         for sample in samples
-        if sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
+        if sample.observed_ns is not None
+        and (ns := sample.claimed_ns.get(timer)) is not None
+        and (lead := sample.claimed_ns.get("lead") or 0.0) <= LEAD_SHARE * lead_ns
     ]
+    if len(pairs) < FEWEST <= len(samples):
+        return Finding(
+            "timer",
+            FLAG,
+            f"before most calls the device was kept busy for longer than the {lead_ns / 1e6:.1f} ms of calls of nothing, "
+            "so that their times were not checked from outside",
+            evidence={"lead_ns": lead_ns, "checked": len(pairs)},
+        )
     if len(pairs) < FEWEST:
         return None
     share, slack, severity = (SHARE, EVENT_SLACK_NS, REFUSE) if timer == "event" else (1.0, HOST_SLACK_NS, FLAG)
@@ -131,11 +142,6 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str) -> Findi
         f"the {timer} timer claims {usual / 1e3:.1f} us a call, and the runner saw {missing / 1e3:.1f} us more",
         evidence={"claimed_ns": usual, "missing_ns": missing},
     )
-
-
-def _lead_ns(sample: Sample) -> float:
-    """For how long, as the worker claims, the device was kept busy before the call; no more than it can have been."""
-    return min(sample.claimed_ns.get("lead") or 0.0, LEAD_NS)
 
 
 def unseen_cpu_time(samples: Sequence[Sample], inside_ns: Sequence[float], timer: str, cpus: int) -> Finding | None:
@@ -199,7 +205,7 @@ def early_work(found: Traced) -> Finding | None:
     return Finding(
         "side-stream",
         FLAG,
-        f"in a call that was traced the device worked for it {found.early_ns / 1e3:.1f} us before its data was there",
+        f"in a call that was traced the device worked for it {found.early_ns / 1e3:.1f} us before its span began",
         evidence={"early_ns": found.early_ns, "kernels": found.kernels},
     )
 
