@@ -325,12 +325,14 @@ def loose_sums(request):
         "allow_bf16_reduced_precision_reduction",
     )
     before = {name: getattr(settings, name) for name in names}
-    for name in names:
-        setattr(settings, name, request.param)
-    yield request.param
-    assert {name: getattr(settings, name) for name in names} == dict.fromkeys(names, request.param)
-    for name, value in before.items():
-        setattr(settings, name, value)
+    try:
+        for name in names:
+            setattr(settings, name, request.param)
+        yield request.param
+        assert {name: getattr(settings, name) for name in names} == dict.fromkeys(names, request.param)
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
 
 
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])

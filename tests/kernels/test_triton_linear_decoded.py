@@ -19,7 +19,7 @@ from nibblas.kernels.triton_launch import Target
 from nibblas.kernels.triton_linear_decoded import decode_launch, sums_in_fp32
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import Problem
-from nibblas.roofline import STATED
+from nibblas.roofline import ASSUMED_GPU, STATED
 
 HERE = Path(__file__).parent
 LINE = STATED["NVIDIA H200"]
@@ -45,10 +45,22 @@ def test_few_rows_are_left_to_the_kernels_that_decode_in_registers(kernel, forma
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
-def test_tensor_cores_that_take_fp4_get_it(arch):
-    for op in ("linear", "gated_linear"):
-        problem = Problem(op, 4096, 4096, 4096, a="nvfp4", b="nvfp4", arch=arch)
-        assert not [k for k in KERNELS if replace(k, also=None).why_not(problem) is None]
+@pytest.mark.parametrize("line", [ASSUMED_GPU, replace(ASSUMED_GPU, rates=ASSUMED_GPU.rates | {"fp8": 3e14})])
+def test_tensor_cores_that_take_fp4_get_it(arch, line):
+    """Where both scales lie in blocks, which is better there; what they don't take is decoded."""
+    blocked = (BLOCKED_128x4.name, LINEAR.name)
+    plain = Problem("linear", 4096, 4096, 4096, a="nvfp4", b="nvfp4", arch=arch)
+    native = replace(plain, a_layouts=blocked, b_layouts=blocked)
+
+    def costs(problem):
+        able = [k for k in kernels() if replace(k, also=k.also if k in KERNELS else None).why_not(problem) is None]
+        return {k.name: k.cost(problem, line) for k in able}
+
+    assert min(costs(native), key=costs(native).get) == "triton_linear_native"
+    assert min(costs(plain), key=costs(plain).get) == "triton_linear_fp4_decoded"
+    assert min(costs(native).values()) < min(costs(plain).values())
+    gated = replace(native, op="gated_linear")
+    assert not [k for k in KERNELS if k.why_not(gated) is None]
 
 
 def test_scales_may_lie_in_blocks():
@@ -94,7 +106,7 @@ def settings(monkeypatch):
     return made
 
 
-def test_cublassums_in_fp32_and_its_settings_are_put_back(settings):
+def test_cublas_sums_in_fp32_and_its_settings_are_put_back(settings):
     entered, leave = threading.Event(), threading.Event()
 
     def other():

@@ -144,7 +144,7 @@ def _gated(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
 def _decoded(kernel: Kernel, format: Format, target: Target) -> Iterator[Case]:
     """What is beside the product, which is the vendor's."""
     gated, fp4 = kernel.op == "gated_linear", "bf16" not in {a for a, _ in kernel.operands}
-    x = weights(format, 512, K, layout=BLOCKED_128x4) if fp4 else _dense(512, K)
+    x = weights(format, 512, K) if fp4 else _dense(512, K)
     b, out, sums = weights(format, N, K), _dense(512, N), torch.empty(1, 2 if gated else 1, 512, N)
     decoded = [t for t in (x, b) if not isinstance(t, Tensor)]
     launches = [triton_linear_decoded.decode_launch(t, _dense(*t.shape).unsqueeze(0), target) for t in decoded]

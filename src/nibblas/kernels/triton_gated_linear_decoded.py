@@ -14,9 +14,9 @@ from nibblas.kernel import Kernel
 from nibblas.kernels.triton_gated_linear import ALPHA, LIMIT
 from nibblas.kernels.triton_launch import DEVICE_CODE, NVIDIA, Launch, also, block_size, target_of
 from nibblas.kernels.triton_linear_decoded import (
-    DECODING,
     DENSE,
     FP4,
+    also_fp4,
     decode_launch,
     decoded,
     dtype_of,
@@ -129,5 +129,5 @@ _kernel = partial(
 )
 KERNELS = (
     _kernel(name="triton_gated_linear_decoded", archs=NVIDIA, operands=DENSE),
-    _kernel(name="triton_gated_linear_fp4_decoded", archs=DECODING, operands=FP4),
+    _kernel(name="triton_gated_linear_fp4_decoded", archs=NVIDIA, operands=FP4, also=also_fp4),
 )

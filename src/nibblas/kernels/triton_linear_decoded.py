@@ -245,9 +245,17 @@ _kernel = partial(
 )
 DENSE = tuple((a, b) for b in FORMATS for a in ("bf16", "fp16"))
 FP4 = tuple((a, b) for b in FORMATS for a in FORMATS)
-# Those whose tensor cores don't take FP4 as it is: elsewhere triton_linear_native does not decode.
-DECODING = tuple(arch for arch in NVIDIA if arch not in ("sm_100", "sm_103", "sm_120", "sm_121"))
+TAKING_FP4 = ("sm_100", "sm_103", "sm_120", "sm_121")  # archs of triton_linear_native
+
+
+def also_fp4(problem: Problem) -> str | None:
+    """Why FP4 activations had better not be decoded here."""
+    if problem.arch in TAKING_FP4 and problem.a == problem.b and problem.a_layouts[0] == BLOCKED_128x4.name:
+        return "decodes what this device's tensor cores take as it is"
+    return also(problem)
+
+
 KERNELS = (
     _kernel(name="triton_linear_decoded", archs=NVIDIA, operands=DENSE),
-    _kernel(name="triton_linear_fp4_decoded", archs=DECODING, operands=FP4),
+    _kernel(name="triton_linear_fp4_decoded", archs=NVIDIA, operands=FP4, also=also_fp4),
 )
