@@ -402,6 +402,20 @@ def test_weights_that_lie_the_other_way_are_refused(tmp_path, config):
     assert [tensor.name for tensor in summary.quantized] == [names[-1]]
 
 
+@pytest.mark.parametrize("model_type", ["aria", "aria_text"])
+def test_the_experts_of_aria_lie_the_other_way(tmp_path, model_type):
+    experts = [f"language_model.model.layers.0.mlp.experts.{fc}.weight" for fc in ("fc1", "fc2")]
+    src, out = tmp_path / "src", tmp_path / "out"
+    src.mkdir()
+    (src / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tensors = {name: torch.ones(2, 32, 64) for name in experts}
+    save_file(tensors | {"mlp.shared_experts.up_proj.weight": torch.ones(32, 64)}, src / "model.safetensors")
+    with pytest.raises(StorageError, match=r"exclude \*\.experts\.fc1\.weight, \*\.experts\.fc2\.weight$"):
+        quantize_checkpoint(src, out, "nvfp4")
+    summary = quantize_checkpoint(src, out, "nvfp4", exclude=["*.experts.fc1.weight", "*.experts.fc2.weight"])
+    assert [tensor.name for tensor in summary.quantized] == ["mlp.shared_experts.up_proj.weight"]
+
+
 def test_refusals(folder, tmp_path):
     with pytest.raises(StorageError, match="lies inside it"):
         quantize_checkpoint(folder, folder / "deep" / "out", "nvfp4")

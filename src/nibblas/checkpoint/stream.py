@@ -63,7 +63,8 @@ CONV1D = ("*.c_attn.weight", "*.q_attn.weight", "*.c_fc.weight", "*.c_proj.weigh
 FUSED_EXPERTS = ("*.experts.gate_up_proj", "*.experts.down_proj")
 TRANSPOSED = {
     **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"), CONV1D),
-    **dict.fromkeys(("gpt_oss", "openai_privacy_filter", "llama4", "llama4_text", "aria", "aria_text"), FUSED_EXPERTS),
+    **dict.fromkeys(("gpt_oss", "openai_privacy_filter", "llama4", "llama4_text"), FUSED_EXPERTS),
+    **dict.fromkeys(("aria", "aria_text"), (*FUSED_EXPERTS, "*.experts.fc1.weight", "*.experts.fc2.weight")),
 }
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
 
