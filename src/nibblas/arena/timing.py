@@ -124,8 +124,8 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns:
         return Finding(
             "timer",
             FLAG,
-            f"before most calls the device was kept busy for longer than the {lead_ns / 1e6:.1f} ms of calls of nothing, "
-            "so that their times were not checked from outside",
+            f"before most calls the device was kept busy for longer than {lead_ns / 1e6:.1f} ms, as before calls of "
+            "nothing, so that their times were not checked from outside",
             evidence={"lead_ns": lead_ns, "checked": len(pairs)},
         )
     if len(pairs) < FEWEST:
