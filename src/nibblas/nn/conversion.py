@@ -27,9 +27,15 @@ DEFAULT_EXCLUDE = (
     *(".*embed*", ".*Embed*", ".*emb", "*wte*", "*wpe*", "transformer.w", ".shared", ".*attention_bias"),
     *("*embed_tokens.[0-9]*", "*embeddings.[0-9]*", "*embeds_layers.[0-9]*"),  # embeddings in a list
     *(".*norm*", ".*Norm*"),
-    *("*time_embed*", "*time_text_embed*", "*timestep_embed*"),  # of diffusion models, seen by all their blocks
-    *("*lm_head*", ".head", "output", "score", "*classifier*", "*qa_outputs*", "cls.*", "*.cls.*", "*pooler*"),
-    *(".decoder", "pred_layer.proj", ".vocab_projector", ".output_projection", "proj_out"),
+    # of diffusion models, seen by all their blocks
+    *("*time_embed*", "*time_text_embed*", "*timestep_embed*", "*time_in.*", "*vector_in.*", "*guidance_in.*"),
+    *("t_embedder.*", "*.t_embedder.*", "y_embedder.*", "*.y_embedder.*", "text_embedder.*", "*.text_embedder.*"),
+    *("*add_embedding.*", "*label_emb.*"),
+    # heads and poolers; ".output" would be the output of attention and MLP in RWKV, LED, ProphetNet and others
+    *("*lm_head*", ".head", "output", "*model.output", ".output_layer", "*final_layer.linear"),
+    *("score", "score.*", "*classifier*", "*classification_head*", "v_head*", "*qa_outputs*"),
+    *("cls.*", "*.cls.*", "*pooler*", "*generator_predictions.*", "*discriminator_predictions.*"),
+    *(".decoder", "pred_layer.proj", ".vocab_transform", ".vocab_projector", ".output_projection", "proj_out"),
     *(".lm_loss", ".ctc_head", ".codec_head"),
     *(".gate", "*.gate.wg", "*shared_expert_gate*", "*router*"),  # what routes tokens to experts
 )
