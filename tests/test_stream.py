@@ -432,6 +432,8 @@ def test_refusals(folder, tmp_path):
     for options in ({"include": ["*q_proj*", "*.wait"]}, {"exclude": [*DEFAULT_EXCLUDE, "*.wait"]}):
         with pytest.raises(ValueError, match=r"clude pattern '\*\.wait' matches none of the 15 tensors of .*src"):
             quantize_checkpoint(folder, tmp_path / "out", "nvfp4", **options)
+    with pytest.raises(ValueError, match=r"of .*model-1-of-2\.safetensors, which is one shard: the folder .*src would"):
+        quantize_checkpoint(folder / "model-1-of-2.safetensors", tmp_path / "out", "nvfp4", include="*.wait")
     with pytest.raises(TypeError, match="quantize: include has a int"):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=3)
     (tmp_path / "file").write_text("")

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -489,11 +490,12 @@ def _check_source(src: Path, shards: list[_Shard], index: Path | None, options: 
 def _check_patterns(src: Path, shards: list[_Shard], argument: str, patterns: set[str]) -> None:
     """Raise for a pattern that matches nothing: a slip would go unseen until the output is used."""
     names = [name for shard in shards for name in shard.source.entries]
+    one_shard = not src.is_dir() and re.search(r"-\d+-of-\d+\.safetensors$", src.name)
+    hint = f", which is one shard: the folder {src.parent} would name all tensors" if one_shard else ""
     for pattern in sorted(patterns):
         if not any(_matches(name, pattern) for name in names):
-            raise ValueError(
-                f"quantize: {argument} pattern {pattern!r} matches none of the {counted(len(names), 'tensor')} of {src}"
-            )
+            count = counted(len(names), "tensor")
+            raise ValueError(f"quantize: {argument} pattern {pattern!r} matches none of the {count} of {src}{hint}")
 
 
 def _check_orientation(src: Path, shards: list[_Shard]) -> None:
