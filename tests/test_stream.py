@@ -402,6 +402,18 @@ def test_weights_that_lie_the_other_way_are_refused(tmp_path, config):
     assert [tensor.name for tensor in summary.quantized] == [names[-1]]
 
 
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff"])
+def test_a_broken_config_stops_folders_alone(tmp_path, text):
+    src = tmp_path / "src" / "model.safetensors"
+    src.parent.mkdir()
+    save_file({"up.weight": torch.ones(32, 64)}, src)
+    (src.parent / "config.json").write_bytes(text)
+    with pytest.raises(StorageError, match=r"config\.json: "):
+        quantize_checkpoint(src.parent, tmp_path / "folder", "nvfp4")
+    summary = quantize_checkpoint(src, tmp_path / "out", "nvfp4")
+    assert [tensor.name for tensor in summary.quantized] == ["up.weight"]
+
+
 @pytest.mark.parametrize("model_type", ["aria", "aria_text"])
 def test_the_experts_of_aria_lie_the_other_way(tmp_path, model_type):
     experts = [f"language_model.model.layers.0.mlp.experts.{fc}.weight" for fc in ("fc1", "fc2")]

@@ -500,8 +500,14 @@ def _check_patterns(src: Path, shards: list[_Shard], argument: str, patterns: se
 
 def _check_orientation(src: Path, shards: list[_Shard]) -> None:
     """Raise if weights that the model stores as (..., K, N) were to be quantized, along N."""
-    config = (src if src.is_dir() else src.parent) / "config.json"
-    for model_type in _model_types(read_json(config)) if config.is_file() else ():
+    path = (src if src.is_dir() else src.parent) / "config.json"
+    try:
+        config = read_json(path) if path.is_file() else {}
+    except StorageError:
+        if src.is_dir():
+            raise
+        config = {}  # beside a single file, perhaps of something else
+    for model_type in _model_types(config):
         patterns = TRANSPOSED.get(model_type, ())
         names = [name for shard in shards for name in shard.planned]
         if found := {pattern: name for pattern in patterns for name in names if fnmatchcase(f".{name}", pattern)}:
