@@ -441,6 +441,8 @@ def test_refusals(folder, tmp_path):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", rotation=24)
     with pytest.raises(StorageError, match=r"nothing to quantize.*q_proj\.weight: its name matches none of \*\.odd"):
         quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=["*.odd"])
+    with pytest.raises(StorageError, match=r"\(exclude wins over include\)\. lm_head\.weight: excluded by"):
+        quantize_checkpoint(folder, tmp_path / "out", "nvfp4", include=["*lm_head*"])
     for options in ({"include": ["*q_proj*", "*.wait"]}, {"exclude": [*DEFAULT_EXCLUDE, "*.wait"]}):
         with pytest.raises(ValueError, match=r"clude pattern '\*\.wait' matches none of the 15 tensors of .*src"):
             quantize_checkpoint(folder, tmp_path / "out", "nvfp4", **options)

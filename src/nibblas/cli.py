@@ -295,7 +295,7 @@ def quantize(
         list[str] | None,
         typer.Option(
             help="Names to leave as they are, beside embeddings, norms, heads, poolers and routers "
-            "(`nb.nn.DEFAULT_EXCLUDE`). Can be repeated."
+            "(`nb.nn.DEFAULT_EXCLUDE`; `--no-default-exclude` drops those). Wins over `--include`. Can be repeated."
         ),
     ] = None,
     no_default_exclude: Annotated[

@@ -483,8 +483,12 @@ def _check_source(src: Path, shards: list[_Shard], index: Path | None, options: 
     _check_patterns(src, shards, "exclude", set(options.exclude) - set(DEFAULT_EXCLUDE))
     _check_orientation(src, shards)
     if not any(shard.planned for shard in shards):
-        reasons = [f"{name}: {reason}" for shard in shards for name, reason in shard.skipped.items()]
-        raise StorageError(f"{src}: nothing to quantize. " + "; ".join(reasons[:8] + ["..."] * (len(reasons) > 8)))
+        skipped = [item for shard in shards for item in shard.skipped.items()]
+        skipped.sort(key=lambda item: item[1].startswith("its name"))  # what was included first
+        excluded = any(reason.startswith("excluded by") for _, reason in skipped)
+        why = "nothing to quantize" + (" (exclude wins over include). " if excluded else ". ")
+        reasons = [f"{name}: {reason}" for name, reason in skipped[:8]] + ["..."] * (len(skipped) > 8)
+        raise StorageError(f"{src}: {why}" + "; ".join(reasons))
 
 
 def _check_patterns(src: Path, shards: list[_Shard], argument: str, patterns: set[str]) -> None:
