@@ -19,6 +19,7 @@ from rich.table import Table
 
 from nibblas.arena.commands import app as arena_app
 from nibblas.index.commands import app as index_app
+from nibblas.terminal import console_of_stdout, refuse
 from nibblas.words import counted
 
 if TYPE_CHECKING:
@@ -132,15 +133,6 @@ def _options(
 # --- output --------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        console.width = min(console.width, MAX_WIDTH)
-    else:
-        console.width = MAX_WIDTH
-    return console
-
-
 def _print_json(data: Any) -> None:
     from nibblas.storage import to_json
 
@@ -181,18 +173,6 @@ def _sizes(text: str, letters: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _refuse(context: typer.Context, why: str, **refused: bool) -> None:
-    """Wrong usage where the command line gives an option that is refused; `why` stands before the options' names."""
-
-    def is_given(name: str) -> bool:
-        source = context.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
-
-    options = {parameter.name or "": parameter.opts[0] for parameter in context.command.params}
-    if given := [options[name] for name, is_refused in refused.items() if is_refused and is_given(name)]:
-        raise typer.BadParameter(f"{why} {', '.join(given)}")
-
-
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -231,7 +211,7 @@ def doctor(
     if as_json:
         _print_json(found.as_dict())
     else:
-        print_diagnosis(found, _console())
+        print_diagnosis(found, console_of_stdout(MAX_WIDTH))
 
 
 @app.command()
@@ -261,13 +241,13 @@ def report(
     from nibblas.roofline import device_called
 
     place = device_called(device)
-    _refuse(context, f"{place} has no", threads=place.type != "cpu")
+    refuse(context, f"{place} has no", threads=place.type != "cpu")
     with _progress("report") as advance:
         found = make(path, threads=threads, device=place, progress=advance)
     if as_json:
         _print_json(found.as_dict())
     else:
-        print_report(found, _console())
+        print_report(found, console_of_stdout(MAX_WIDTH))
 
 
 @app.command()
@@ -347,7 +327,7 @@ def quantize(
     if as_json:
         _print_json(asdict(summary))
     else:
-        _print_summary(summary, target, _console())
+        _print_summary(summary, target, console_of_stdout(MAX_WIDTH))
 
 
 @app.command()
@@ -370,7 +350,7 @@ def inspect(
     if as_json:
         print(found.to_json())
     else:
-        _print_inspection(found, _console())
+        _print_inspection(found, console_of_stdout(MAX_WIDTH))
 
 
 @app.command()
@@ -414,8 +394,8 @@ def explain(
         raise typer.BadParameter(f"{op!r} is no operation; there are {', '.join(OPS)}")
     quantizes = op == "quantize"
     given = bool(sizes)
-    _refuse(context, f"sizes are given twice, as {sizes} and by", M=given, N=given, K=given)
-    _refuse(
+    refuse(context, f"sizes are given twice, as {sizes} and by", M=given, N=given, K=given)
+    refuse(
         context,
         f"{op} has no",
         N=quantizes,
@@ -433,7 +413,7 @@ def explain(
     format = _format(b)
     format.check_K("explain", K)
     place = device_called(device)
-    _refuse(context, f"{place} has no", threads=place.type != "cpu")
+    refuse(context, f"{place} has no", threads=place.type != "cpu")
     a = a.lower() if a.lower() in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
     if quantizes:
         rule = rule or format.scale_rules[0]
@@ -452,7 +432,7 @@ def explain(
     if as_json:
         _print_json(_explanations_as_dict(found))
     else:
-        _print_explanations(found, _console())
+        _print_explanations(found, console_of_stdout(MAX_WIDTH))
     if not any(explanation.chosen for explanation in found):
         raise typer.Exit(1)
 
@@ -510,7 +490,7 @@ def bench(
 
     quantizes, draws = op == "quantize", random > 0
     place = device_called(device)
-    _refuse(
+    refuse(
         context,
         f"{op} has no",
         M=quantizes,
@@ -520,8 +500,8 @@ def bench(
         random=quantizes,
         dependent_launch=quantizes,
     )
-    _refuse(context, "--random takes the place of", shapes=draws, M=draws)
-    _refuse(context, f"{place} has no", threads=place.type != "cpu", dependent_launch=place.type == "cpu")
+    refuse(context, "--random takes the place of", shapes=draws, M=draws)
+    refuse(context, f"{place} has no", threads=place.type != "cpu", dependent_launch=place.type == "cpu")
     names = _split(kernels)
     known = [kernel.name for kernel in kernels_of(op)]
     if unknown := [name for name in names if name not in known]:
@@ -565,7 +545,7 @@ def bench(
     if as_json:
         _print_json([result.as_dict() for result in results])
     else:
-        console = _console()
+        console = console_of_stdout(MAX_WIDTH)
         print_results(results, console)
         if written and measurements:
             console.print(
@@ -608,8 +588,8 @@ def tune(
     from nibblas.roofline import device_called
 
     place = device_called(device)
-    _refuse(context, f"{op} has no", L=op != "linear", G=op != "grouped_linear")
-    _refuse(context, f"{place} has no", threads=place.type != "cpu")
+    refuse(context, f"{op} has no", L=op != "linear", G=op != "grouped_linear")
+    refuse(context, f"{place} has no", threads=place.type != "cpu")
     with _progress("tune") as advance:
         tuned = run(
             [(N, K) for N, K in (_sizes(shape, "NK") for shape in _some("SHAPES", shapes))],
@@ -624,7 +604,7 @@ def tune(
             seconds=seconds,
             progress=advance,
         )
-    print_tuned(tuned, _console())
+    print_tuned(tuned, console_of_stdout(MAX_WIDTH))
 
 
 # --- what commands print -------------------------------------------------------------------------------------------

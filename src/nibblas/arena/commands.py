@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from nibblas.terminal import console_of_stdout, refuse
+
 app = typer.Typer(
     help="Judge kernel submissions on this machine: a KernelBot problem directory and a submission.py give a record.",
     no_args_is_help=True,
@@ -94,9 +96,7 @@ def _run(
     from nibblas.arena.submission import read_submission
     from nibblas.roofline import device_called
 
-    source = context.get_parameter_source("budget")
-    if mode is ModeName.TEST and source is not None and source.name == "COMMANDLINE":
-        raise typer.BadParameter("mode test takes no times and has no --budget")
+    refuse(context, "mode test takes no times and has no", budget=mode is ModeName.TEST)
     if popcorn and as_json:
         raise typer.BadParameter("--popcorn and --json are given, need one of them")
     device = str(device_called(device))
@@ -149,7 +149,7 @@ def _run(
     elif popcorn:
         print(popcorn_log.log(found), end="")
     else:
-        from nibblas.arena.show import console_of_stdout, print_record
+        from nibblas.arena.show import print_record
 
         print_record(found, console_of_stdout())
         print(f"record: {path}")
@@ -207,7 +207,6 @@ def _lint(
     from dataclasses import asdict
 
     from nibblas.arena.lint import lint_problem, print_lint
-    from nibblas.arena.show import console_of_stdout
     from nibblas.roofline import device_called
 
     console = Console(stderr=True)

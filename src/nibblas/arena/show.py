@@ -1,7 +1,6 @@
 """A record for people: tables and plots in a terminal. page.py makes a page of the same."""
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from rich.text import Text
 from nibblas.arena.coverage import gaps
 from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
+from nibblas.terminal import console_of_stdout
 from nibblas.words import counted
 
 BARS = " ▁▂▃▄▅▆▇█"
 MOST_BINS = 40  # of a histogram, one character each
-PIPED_WIDTH = 100  # columns of what goes to no terminal
 LONGEST = 2000  # characters of a message that are shown
 COLOURS = {
     **{"correct here": "green", "correct": "green", "wrong": "red", "crashed": "red", "timeout": "red"},
@@ -158,14 +157,6 @@ def print_record(record: Record, console: Console) -> None:
     _print_findings(record.all_findings, console)
     _print_inputs(record, console)
     _print_machine(record, console)
-
-
-def console_of_stdout() -> Console:
-    """As wide as the terminal; where there is none, as wide as other commands print."""
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED_WIDTH
-    return console
 
 
 def show(record: Record) -> None:
@@ -347,8 +338,7 @@ def _print_machine(record: Record, console: Console) -> None:
 
 def timing_in_words(protocol: Protocol) -> str:
     flushed = f"{protocol.flush_bytes / 2**20:.0f} MiB written and read before each call"
-    warmup = f"{protocol.warmup} call{'s' * (protocol.warmup != 1)} of warm-up"
-    return f"{protocol.timer}; {warmup}; {flushed}; {protocol.stopping_rule}"
+    return f"{protocol.timer}; {counted(protocol.warmup, 'call')} of warm-up; {flushed}; {protocol.stopping_rule}"
 
 
 def isolation_in_words(record: Record) -> str:
