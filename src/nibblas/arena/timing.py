@@ -113,14 +113,15 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns:
     waiting is all that this can show for sure, so that it only asks a person to look; unseen_cpu_time is the stricter
     test there.
     """
-    pairs = [
-        (sample.observed_ns - empty_ns - lead - ns, ns)
+    told = [
+        (sample.observed_ns - empty_ns, ns, sample.claimed_ns.get("lead") or 0.0)
         for sample in samples
-        if sample.observed_ns is not None
-        and (ns := sample.claimed_ns.get(timer)) is not None
-        and (lead := sample.claimed_ns.get("lead") or 0.0) <= LEAD_SHARE * lead_ns
+        if sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
     ]
-    if len(pairs) < FEWEST <= len(samples):
+    if len(told) < FEWEST:
+        return None
+    pairs = [(seen - lead - ns, ns) for seen, ns, lead in told if lead <= LEAD_SHARE * lead_ns]
+    if len(pairs) < FEWEST:
         return Finding(
             "timer",
             FLAG,
@@ -128,8 +129,6 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns:
             "nothing, so that their times were not checked from outside",
             evidence={"lead_ns": lead_ns, "checked": len(pairs)},
         )
-    if len(pairs) < FEWEST:
-        return None
     share, slack, severity = (SHARE, EVENT_SLACK_NS, REFUSE) if timer == "event" else (1.0, HOST_SLACK_NS, FLAG)
     quiet = sorted(pairs)[: len(pairs) // 10 + 1]
     usual = median(ns for _, ns in pairs)

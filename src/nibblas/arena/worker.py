@@ -143,24 +143,17 @@ class Worker:
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self.device.release()
         self.device.synchronize()
-        if request["by_runner"]:
-            try:
-                torch.cuda.profiler.start()
-                self.output = self.kernel(self.data)
-                self.device.synchronize()
-                torch.cuda.profiler.stop()
-            except BaseException as error:
-                return {"error": _told(error)}
-            return {}
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         try:
-            with profile(activities=activities) as found:
+            with torch.cuda.profiler.profile() if request["by_runner"] else profile(activities=activities) as found:
                 self.output = self.kernel(self.data)
                 self.device.synchronize()
         except BaseException as error:
             return {"error": _told(error)}
+        if request["by_runner"]:
+            return {}
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         return {"report": found.key_averages().table(sort_by=order, row_limit=20)[: 8 * MAX_TEXT]}
 
