@@ -63,6 +63,10 @@ def test_tensor_cores_that_take_fp4_get_it(arch, line):
     assert not [k for k in KERNELS if k.why_not(gated) is None]
 
 
+def test_cards_that_take_fp4_are_those_of_the_native_kernel():
+    assert next(k.archs for k in kernels() if k.name == "triton_linear_native") == triton_linear_decoded.TAKING_FP4
+
+
 def test_scales_may_lie_in_blocks():
     kernel = next(k for k in KERNELS if k.name == "triton_linear_fp4_decoded")
     problem = Problem("linear", 256, 512, 512, a="nvfp4", b="nvfp4", arch="sm_90")

@@ -4,6 +4,7 @@ They are right wherever a linear kernel is, and take its time; each reads the gr
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from nibblas.formats import FORMATS
 from nibblas.kernel import Kernel
+from nibblas.kernels.triton_linear import decoding_both
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
@@ -66,10 +68,11 @@ def cost(problem: Problem, line: Roofline) -> float:
     """Four floors, and the launch of a product for each group: what is made for the purpose should be better. On a GPU
     with FP4 activations at least what products take that decode both operands (see triton_linear).
     """
-    floors = 4 * line.floor(problem)
-    if problem.a in FORMATS and problem.arch.startswith("sm_") and problem.b_layouts == ("LINEAR", "LINEAR"):
-        floors = max(floors, problem.operations / (0.18 * line.rate("bf16")))
-    return floors + 20e-6 * problem.G
+    seconds = 4 * line.floor(problem)
+    if problem.b_layouts == ("LINEAR", "LINEAR"):
+        products = 2 if problem.op == "gated_linear" else 1
+        seconds = max(seconds, products * decoding_both(replace(problem, op="linear"), line))
+    return seconds + 20e-6 * problem.G
 
 
 _anywhere = partial(

@@ -26,11 +26,9 @@ from nibblas.kernels.triton_launch import (
     tl_dtype,
 )
 from nibblas.kernels.triton_linear import Config, cost, operands_in_registers, split_for, stages_for
+from nibblas.kernels.triton_sums import ALPHA, LIMIT, gated_sums_launch
 from nibblas.problem import DTYPES
 from nibblas.tensor import ScaledTensor
-
-# gpt-oss's constants, as nibblas.reference.gated_activation has them.
-ALPHA, LIMIT = 1.702, 7.0
 
 
 def config_for(M: int, N: int, K: int, terms: int, target: Target) -> Config:
@@ -101,23 +99,8 @@ def gated_launches(
     )
     if partial_sums is None:
         return [product]
-    BLOCK = 256
-    reduction = Launch(
-        "triton_gated_linear_device",
-        "sum_gated_splits",
-        M * -(-N // BLOCK),
-        {
-            "partial": partial_sums,
-            "a_global": product.arguments["a_global"],
-            "gate_global": gate["gate_global"],
-            "up_global": up["up_global"],
-            "out": out,
-            **shared,
-            "BLOCK": BLOCK,
-        },
-        {"num_warps": 2, "enable_fp_fusion": True},
-    )
-    return [product, reduction]
+    sums = x, w_gate, w_up, bias_gate, bias_up, activation, out
+    return [product, gated_sums_launch(partial_sums, *sums, block=256, num_warps=2)]
 
 
 def launch(
@@ -155,6 +138,7 @@ KERNELS = (
             "kernels/triton_linear_device.py",
             "kernels/triton_gated_linear.py",
             "kernels/triton_gated_linear_device.py",
+            "kernels/triton_sums.py",
         ),
         also=also,
     ),

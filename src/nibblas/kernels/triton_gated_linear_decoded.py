@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from nibblas.kernel import Kernel
-from nibblas.kernels.triton_gated_linear import ALPHA, LIMIT
-from nibblas.kernels.triton_launch import DEVICE_CODE, NVIDIA, Launch, also, block_size, target_of
+from nibblas.kernels.triton_launch import DEVICE_CODE, NVIDIA, also, target_of
 from nibblas.kernels.triton_linear_decoded import (
     DENSE,
     FP4,
+    LAYOUTS,
     also_fp4,
     decode_launch,
     decoded,
@@ -24,47 +24,12 @@ from nibblas.kernels.triton_linear_decoded import (
     sums_in_fp32,
 )
 from nibblas.kernels.triton_linear_decoded import cost as linear_cost
-from nibblas.layouts import LINEAR, BLOCKED_128x4
+from nibblas.kernels.triton_sums import gated_sums_launch
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
-
-def finish_launch(
-    sums: Tensor,
-    x: Tensor | ScaledTensor,
-    w_gate: ScaledTensor,
-    w_up: ScaledTensor,
-    bias_gate: Tensor | None,
-    bias_up: Tensor | None,
-    activation: str,
-    out: Tensor,
-) -> Launch:
-    """The launch that writes both products (terms, 2, M, N) fp32, added, made whole and gated, to out (M, N)."""
-    terms, _, M, N = sums.shape
-    BLOCK = 512
-    return Launch(
-        "triton_gated_linear_device",
-        "sum_gated_splits",
-        M * -(-N // BLOCK),
-        {
-            "partial": sums,
-            "a_global": None if isinstance(x, Tensor) else x.global_scale,
-            "gate_global": w_gate.global_scale,
-            "up_global": w_up.global_scale,
-            "bias_gate": bias_gate,
-            "bias_up": bias_up,
-            "out": out,
-            **{"M": M, "N": N, "alpha": ALPHA, "limit": LIMIT},
-            "out_stride": out.stride(0),
-            "SPLIT": terms,
-            "CLAMPED": activation == "swiglu_clamped",
-            "A_BLOCK": block_size(x),
-            "B_BLOCK": block_size(w_up),
-            "BLOCK": BLOCK,
-        },
-        {"num_warps": 4, "enable_fp_fusion": True},
-    )
+finish_launch = partial(gated_sums_launch, block=512, num_warps=4)
 
 
 def multiply(x: Tensor, w: Tensor, sums: Tensor) -> None:
@@ -113,17 +78,16 @@ _kernel = partial(
     launch=launch,
     cost=cost,
     also=also,
-    a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-    b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    a_layouts=LAYOUTS,
+    b_layouts=LAYOUTS,
     sources=(
         *DEVICE_CODE,
-        "kernels/triton_linear.py",
         "kernels/triton_linear_device.py",
         "kernels/triton_linear_decoded.py",
         "kernels/triton_linear_decoded_device.py",
-        "kernels/triton_gated_linear.py",
         "kernels/triton_gated_linear_device.py",
         "kernels/triton_gated_linear_decoded.py",
+        "kernels/triton_sums.py",
     ),
     decodes_weights=True,
 )

@@ -136,6 +136,7 @@ _decoding = partial(
         *DEVICE_CODE,
         "kernels/triton_linear.py",
         "kernels/triton_linear_device.py",
+        "kernels/triton_sums.py",
         "kernels/triton_grouped_linear.py",
         "kernels/triton_grouped_linear_device.py",
     ),

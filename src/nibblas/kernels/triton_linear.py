@@ -38,6 +38,7 @@ from nibblas.kernels.triton_launch import (
     target_of,
     tl_dtype,
 )
+from nibblas.kernels.triton_sums import sums_launch
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
@@ -169,28 +170,7 @@ def linear_launches(
     )
     if partial_sums is None:
         return [product]
-    BLOCK = 256
-    reduction = Launch(
-        "triton_linear_device",
-        "sum_splits",
-        L * M * -(-N // BLOCK),
-        {
-            "partial": partial_sums,
-            "a_global": product.arguments["a_global"],
-            "b_global": product.arguments["b_global"],
-            "bias": bias,
-            "out": out,
-            **{"M": M, "N": N, "L": L},
-            "a_global_stride": batch_a["a_global_stride"],
-            "b_global_stride": batch_b["b_global_stride"],
-            **out_strides,
-            **blocks,
-            "SPLIT": split,
-            "BLOCK": BLOCK,
-        },
-        {"num_warps": 2, "enable_fp_fusion": True},
-    )
-    return [product, reduction]
+    return [product, sums_launch(partial_sums, a, b, bias, out, block=256, num_warps=2)]
 
 
 def native_config(target: Target) -> Config:
@@ -248,10 +228,11 @@ def cost(problem: Problem, line: Roofline) -> float:
     both operands are decoded, the rate at which that goes.
     """
     floors = 2.4 if problem.M <= 16 else 3.1 if problem.M <= 64 else 2.4 if problem.M <= 1024 else 1.9
-    return 6.5e-6 + max(floors * line.floor(problem), _decoding_both(problem, line))
+    return 6.5e-6 + max(floors * line.floor(problem), decoding_both(problem, line))
 
 
-def _decoding_both(problem: Problem, line: Roofline) -> float:
+def decoding_both(problem: Problem, line: Roofline) -> float:
+    """Seconds at least where tiles of both operands are decoded, on NVIDIA's; 0 where that does not decide."""
     if problem.a not in FORMATS or not problem.arch.startswith("sm_"):
         return 0.0
     # A gated product decodes `a` once for both of its weights.
@@ -260,7 +241,7 @@ def _decoding_both(problem: Problem, line: Roofline) -> float:
 
 def cost_invariant(problem: Problem, line: Roofline) -> float:
     """As `cost`, and twice the floors where unsplit K leaves multiprocessors idle."""
-    return 6.5e-6 + max(6 * line.floor(problem), 1.2 * _decoding_both(problem, line))
+    return 6.5e-6 + max(6 * line.floor(problem), 1.2 * decoding_both(problem, line))
 
 
 def cost_native(problem: Problem, line: Roofline) -> float:
@@ -275,7 +256,7 @@ _decoding = partial(
     archs=ARCHS,
     operands=tuple((a, b) for b in FORMATS for a in (*DTYPES, *FORMATS)),
     outs=tuple(DTYPES),
-    sources=(*DEVICE_CODE, "kernels/triton_linear.py", "kernels/triton_linear_device.py"),
+    sources=(*DEVICE_CODE, "kernels/triton_linear.py", "kernels/triton_linear_device.py", "kernels/triton_sums.py"),
     also=also,
     batched=True,
 )

@@ -29,11 +29,11 @@ from nibblas.kernels.triton_launch import (
     Target,
     also,
     batch_arguments,
-    block_size,
     dot_dtype,
     rows_contiguous,
     target_of,
 )
+from nibblas.kernels.triton_sums import sums_launch
 from nibblas.layouts import LINEAR, BLOCKED_128x4
 from nibblas.problem import DTYPES, Problem, bits
 from nibblas.roofline import Roofline
@@ -80,32 +80,7 @@ def decode_launch(t: ScaledTensor, out: Tensor, target: Target) -> Launch:
     )
 
 
-def finish_launch(sums: Tensor, a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Launch:
-    """The launch that writes sums (terms, L, M, N) fp32, added, times what decoded elements lack, plus bias to out."""
-    terms, L, M, N = sums.shape
-    BLOCK = 1024
-    return Launch(
-        "triton_linear_device",
-        "sum_splits",
-        L * M * -(-N // BLOCK),
-        {
-            "partial": sums,
-            "a_global": None if isinstance(a, Tensor) else a.global_scale,
-            "b_global": b.global_scale,
-            "bias": bias,
-            "out": out,
-            **{"M": M, "N": N, "L": L},
-            "a_global_stride": batch_arguments("a", a, 1)["a_global_stride"],
-            "b_global_stride": batch_arguments("b", b, 1)["b_global_stride"],
-            "out_stride": out.stride(-2),
-            "out_batch": out.stride(0) if out.ndim == 3 else 0,
-            "SPLIT": terms,
-            "BLOCK": BLOCK,
-            "A_BLOCK": block_size(a),
-            "B_BLOCK": b.format.block_size,
-        },
-        {"num_warps": 4, "enable_fp_fusion": True},
-    )
+finish_launch = partial(sums_launch, block=1024, num_warps=4)
 
 
 def in_terms(a: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
@@ -225,6 +200,7 @@ def cost(problem: Problem, line: Roofline) -> float:
     return (4 if decodes_a else 3) * LAUNCH + L * (moved / (MOVING * line.read_bandwidth) + product)
 
 
+LAYOUTS = ((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR))
 _kernel = partial(
     Kernel,
     op="linear",
@@ -232,13 +208,14 @@ _kernel = partial(
     launch=launch,
     cost=cost,
     also=also,
-    a_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
-    b_layouts=((LINEAR, LINEAR), (BLOCKED_128x4, LINEAR)),
+    a_layouts=LAYOUTS,
+    b_layouts=LAYOUTS,
     sources=(
         *DEVICE_CODE,
         "kernels/triton_linear_decoded.py",
         "kernels/triton_linear_decoded_device.py",
         "kernels/triton_linear_device.py",
+        "kernels/triton_sums.py",
     ),
     batched=True,
     decodes_weights=True,

@@ -85,6 +85,7 @@ _kernel = partial(
         "kernels/triton_linear_decoded_sm90.py",
         "kernels/triton_linear_decoded_sm90_device.py",
         "kernels/triton_linear_device.py",
+        "kernels/triton_sums.py",
     ),
     batched=True,
     decodes_weights=True,
