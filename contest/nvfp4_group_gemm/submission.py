@@ -1,8 +1,7 @@
 #!POPCORN leaderboard nvfp4_group_gemm
 """c = a @ b.T for groups of NVFP4 matrices, each group of sizes of its own.
 
-The linear scales may lie in host memory, where the matrices do not. Then the blocked ones are rearranged on the device,
-unless its kernels take them as they are.
+The linear scales may lie in host memory, where the matrices do not; then the blocked ones are taken.
 """
 
 import nibblas as nb
@@ -13,10 +12,10 @@ def custom_kernel(data):
     matrices, linear, blocked, _ = data
 
     def operand(codes, scale, blocked_scale):
-        layout = nb.scale_layout(nb.NVFP4, codes.device)
-        if layout == nb.BLOCKED_128x4 or scale.device != codes.device:
+        wants_blocked = nb.scale_layout(nb.NVFP4, codes.device) == nb.BLOCKED_128x4
+        if wants_blocked or scale.device != codes.device:
             scale = blocked_scale
-        return nb.ScaledTensor.from_batch_last(codes, scale, nb.NVFP4).with_layout(layout)
+        return nb.ScaledTensor.from_batch_last(codes, scale, nb.NVFP4)
 
     groups = list(zip(matrices, linear, blocked, strict=True))
     x = [operand(a, sfa, sfa_blocked) for (a, _, _), (sfa, _), (sfa_blocked, _) in groups]

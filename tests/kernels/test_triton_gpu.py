@@ -56,13 +56,15 @@ def test_every_config(format, dtype, M):
     assert_product(a, b, bias, linear(a, b, bias), f"{format} {dtype} M={M}")
 
 
+@pytest.mark.parametrize("layout", triton_linear.SCALES, ids=str)
 @pytest.mark.parametrize("a_format", FORMATS)
 @pytest.mark.parametrize("b_format", FORMATS)
-def test_fp4_activations_of_either_format(a_format, b_format):
+def test_fp4_activations_of_either_format(a_format, b_format, layout):
     g = generator(1)
     a = random_codes((70, 480), a_format, g, scale_bytes=NARROW[a_format], device="cuda")
     b = random_codes((130, 480), b_format, g, scale_bytes=NARROW[b_format], device="cuda")
-    assert_product(a, b, None, linear(a, b, dtype=torch.bfloat16), f"{a_format} x {b_format}")
+    out = linear(a.with_layout(layout), b.with_layout(layout), dtype=torch.bfloat16)
+    assert_product(a, b, None, out, f"{a_format} x {b_format} in {layout}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

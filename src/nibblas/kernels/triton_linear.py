@@ -1,7 +1,8 @@
 """c = a @ b.T with FP4 weights in Triton: b is decoded to bf16 or fp16 in registers, exactly, and meets tensor cores.
 
 Right on every GPU that Triton compiles for; on Hopper hand-written CUDA is faster, this is the fallback and the check.
-Any M, N, L; K of whole blocks. a is bf16, fp16, fp32 (fp32, and fp16 with MXFP4, as two or three bf16 terms whose sum
+Any M, N, L; K of whole blocks; codes row after row, and so scales, which are put there first where they come blocked or
+shuffled. a is bf16, fp16, fp32 (fp32, and fp16 with MXFP4, as two or three bf16 terms whose sum
 is exact) or FP4. Small M: bound by decoding b (about 2.5 instructions an element and one trip through shared memory),
 then by reading it. K is split over programs, and a second kernel adds the partial sums in a fixed order: no atomics, a
 workspace a call. Large M: bound by tensor cores that wait for decoding, which every row of tiles repeats.
@@ -39,7 +40,7 @@ from nibblas.kernels.triton_launch import (
     tl_dtype,
 )
 from nibblas.kernels.triton_sums import sums_launch
-from nibblas.layouts import LINEAR, BLOCKED_128x4
+from nibblas.layouts import LINEAR, BLOCKED_128x4, CDNA_32x8
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
@@ -213,8 +214,10 @@ def native_launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Te
 def launch(
     a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None
 ) -> None:
-    """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K) in LINEAR layouts, bias (N,), out ([L,] M, N)."""
-    for each in linear_launches(a, b, bias, out, target_of(out.device), config):
+    """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K), scales in one of SCALES, bias (N,), out ([L,] M, N)."""
+    if isinstance(a, ScaledTensor):
+        a = a.with_layout(LINEAR)
+    for each in linear_launches(a, b.with_layout(LINEAR), bias, out, target_of(out.device), config):
         each.run()
 
 
@@ -228,7 +231,20 @@ def cost(problem: Problem, line: Roofline) -> float:
     both operands are decoded, the rate at which that goes.
     """
     floors = 2.4 if problem.M <= 16 else 3.1 if problem.M <= 64 else 2.4 if problem.M <= 1024 else 1.9
-    return 6.5e-6 + max(floors * line.floor(problem), decoding_both(problem, line))
+    return 6.5e-6 + max(floors * line.floor(problem), decoding_both(problem, line)) + rearranging(problem, line)
+
+
+def rearranging(problem: Problem, line: Roofline) -> float:
+    """Seconds that it takes to put scales into rows: a copy by bytes for each operand whose scales lie otherwise."""
+    seconds = 0.0
+    for name, rows, layouts in (
+        (problem.a, problem.M, problem.a_layouts),
+        (problem.b, problem.N, problem.b_layouts),
+    ):
+        if layouts[0] != LINEAR.name:
+            scales = rows * problem.K * problem.L // FORMATS[name].block_size
+            seconds += 2e-6 + scales / (0.15 * line.read_bandwidth)
+    return seconds
 
 
 def decoding_both(problem: Problem, line: Roofline) -> float:
@@ -241,7 +257,8 @@ def decoding_both(problem: Problem, line: Roofline) -> float:
 
 def cost_invariant(problem: Problem, line: Roofline) -> float:
     """As `cost`, and twice the floors where unsplit K leaves multiprocessors idle."""
-    return 6.5e-6 + max(6 * line.floor(problem), 1.2 * decoding_both(problem, line))
+    floors = max(6 * line.floor(problem), 1.2 * decoding_both(problem, line))
+    return 6.5e-6 + floors + rearranging(problem, line)
 
 
 def cost_native(problem: Problem, line: Roofline) -> float:
@@ -250,10 +267,13 @@ def cost_native(problem: Problem, line: Roofline) -> float:
     return 6e-6 + 1.5 * max(problem.bytes / line.read_bandwidth, problem.operations / rate)
 
 
+SCALES = LINEAR, BLOCKED_128x4, CDNA_32x8
 _decoding = partial(
     Kernel,
     op="linear",
     archs=ARCHS,
+    a_layouts=tuple((scale, LINEAR) for scale in SCALES),
+    b_layouts=tuple((scale, LINEAR) for scale in SCALES),
     operands=tuple((a, b) for b in FORMATS for a in (*DTYPES, *FORMATS)),
     outs=tuple(DTYPES),
     sources=(*DEVICE_CODE, "kernels/triton_linear.py", "kernels/triton_linear_device.py", "kernels/triton_sums.py"),
