@@ -214,7 +214,7 @@ def native_launch(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Te
 def launch(
     a: Tensor | ScaledTensor, b: ScaledTensor, bias: Tensor | None, out: Tensor, *, config: Config | None = None
 ) -> None:
-    """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K), scales in one of SCALES, bias (N,), out ([L,] M, N)."""
+    """Write a @ b.T + bias to out: a ([L,] M, K), b ([L,] N, K), bias (N,), out ([L,] M, N); scales in SCALES."""
     if isinstance(a, ScaledTensor):
         a = a.with_layout(LINEAR)
     for each in linear_launches(a, b.with_layout(LINEAR), bias, out, target_of(out.device), config):
