@@ -76,6 +76,13 @@ def test_json_holds_only_what_differs_from_the_defaults():
         MEASURED.to_json().replace('"2026-01-02T03:04:05+00:00"', "2026"),
         MEASURED.to_json().replace('"floor":0.0001', '"floor":"low"'),
         MEASURED.to_json().replace('{"host":"x"}', "[]"),
+        MEASURED.to_json().replace('{"tile":64}', "null"),
+        MEASURED.to_json().replace('{"tile":64}', "[]"),
+        MEASURED.to_json().replace('{"torch":"2"}', "null"),
+        MEASURED.to_json().replace('{"torch":"2"}', '{"torch":2}'),
+        MEASURED.to_json().replace('"nibblas bench"', "null"),
+        MEASURED.to_json().replace('"cold weights"', "3"),
+        MEASURED.to_json().replace('"hardened":true', '"hardened":"yes"'),
     ],
     ids=[
         "text",
@@ -96,6 +103,13 @@ def test_json_holds_only_what_differs_from_the_defaults():
         "when",
         "floor",
         "facts",
+        "config",
+        "config-list",
+        "versions",
+        "version",
+        "command",
+        "method",
+        "hardened",
     ],
 )
 def test_from_json_refuses(line):

@@ -101,11 +101,17 @@ class Measurement:
         """Raise TypeError or ValueError unless all that is computed with, or looked up, is of its type and range."""
         p = self.problem
         hash(p)
-        texts = (self.kernel, self.digest, self.device, self.when, p.op, p.a, p.b, p.out, *self.facts.values())
+        texts = (self.kernel, self.digest, self.device, self.when, self.command, self.method, p.op, p.a, p.b, p.out)
+        named = (*self.versions.values(), *self.facts.values())
         wholes = (self.threads, *_sizes(p))
         numbers = (*self.beside.values(), *(n for n in (self.floor, self.error) if n is not None))
         rules = {
-            "kernel, digest, device, when, facts and names need strings": all(isinstance(text, str) for text in texts),
+            "kernel, digest, device, when, command, method and names need strings": all(
+                isinstance(text, str) for text in texts
+            ),
+            "versions and facts need strings": all(isinstance(text, str) for text in named),
+            "config needs a table": isinstance(self.config, dict),
+            "hardened needs true or false": isinstance(self.hardened, bool),
             "threads and sizes need whole numbers": all(type(n) is int and n >= 0 for n in wholes) and p.K > 0,
             "samples need positive numbers": all(isinstance(t, int | float) and 0 < t < math.inf for t in self.samples),
             "floor, error and beside need numbers": all(isinstance(n, int | float) for n in numbers),
