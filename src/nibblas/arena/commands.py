@@ -4,13 +4,13 @@ import shlex
 import signal
 import sys
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from nibblas.arena.record import Dialect, Mode, StandInChoice
 from nibblas.terminal import console_of_stdout, refuse
 
 app = typer.Typer(
@@ -18,30 +18,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-
-class ModeName(StrEnum):
-    """What a run does."""
-
-    TEST = "test"
-    BENCHMARK = "benchmark"
-    LEADERBOARD = "leaderboard"
-    PROFILE = "profile"
-
-
-class DialectName(StrEnum):
-    """How the cases of task.yml are read."""
-
-    NIBBLAS = "nibblas"
-    KERNELBOT = "kernelbot"
-
-
-class StandInChoice(StrEnum):
-    """Whether something of ours may take the place of what this machine lacks."""
-
-    AUTO = "auto"
-    NONE = "none"
-
 
 Directory = Annotated[Path, typer.Argument(metavar="PROBLEM", help="A folder with a task.yml.", show_default=False)]
 
@@ -54,8 +30,8 @@ def _run(
         Path, typer.Argument(metavar="SUBMISSION", help="A file or folder with custom_kernel.", show_default=False)
     ],
     mode: Annotated[
-        ModeName, typer.Option(help="leaderboard is test, then benchmark, then ranked with a secret seed.")
-    ] = ModeName.TEST,
+        Mode, typer.Option(help="leaderboard is test, then benchmark, then ranked with a secret seed.")
+    ] = "test",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; the first GPU by default.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own number by default.")] = None,
     seed: Annotated[
@@ -77,11 +53,11 @@ def _run(
     ] = None,
     hardened: Annotated[bool, typer.Option(help="Also inputs with all codes and scales, and NaN in padding.")] = False,
     dialect: Annotated[
-        DialectName, typer.Option(help="kernelbot reads cases as upstream does, booleans as words.")
-    ] = DialectName.NIBBLAS,
+        Dialect, typer.Option(help="kernelbot reads cases as upstream does, booleans as words.")
+    ] = "nibblas",
     stand_ins: Annotated[
         StandInChoice, typer.Option("--stand-ins", help="auto: ours for what this machine lacks.")
-    ] = StandInChoice.AUTO,
+    ] = "auto",
     popcorn: Annotated[bool, typer.Option("--popcorn", help="Print KernelBot's lines, exit with its status.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
 ) -> None:
@@ -96,13 +72,13 @@ def _run(
     from nibblas.arena.submission import read_submission
     from nibblas.roofline import device_called
 
-    refuse(context, "mode test takes no times and has no", budget=mode is ModeName.TEST)
+    refuse(context, "mode test takes no times and has no", budget=mode == "test")
     if popcorn and as_json:
         raise typer.BadParameter("--popcorn and --json are given, need one of them")
     device = str(device_called(device))
-    if against is not None and mode not in (ModeName.BENCHMARK, ModeName.LEADERBOARD):
+    if against is not None and mode not in ("benchmark", "leaderboard"):
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
-    task = read_task(problem, dialect.value)
+    task = read_task(problem, dialect)
     entry = read_submission(submission, task)
     other = None if against is None else entry if against == "self" else read_submission(Path(against), task)
     resumed = None if resume is None else records.read(resume)
@@ -113,14 +89,14 @@ def _run(
     # An end by SIGTERM, as by Ctrl-C, leaves a record that can be resumed.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = Options(
-        mode.value,
+        mode,
         device,
         threads,
         seed,
         budget,
         hardened,
-        dialect.value,
-        stand_ins.value,
+        dialect,
+        stand_ins,
         shlex.join(["nibblas", *sys.argv[1:]]),
     )
     console = Console(stderr=True, soft_wrap=True)

@@ -1,10 +1,8 @@
 """How a run of the arena is done, as its user asks for it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-from nibblas.arena.problem import Dialect
-from nibblas.arena.record import Mode
+from nibblas.arena.record import Dialect, Mode, StandInChoice
 
 BUDGET = 30.0  # seconds for one benchmark case
 
@@ -20,5 +18,5 @@ class Options:
     budget: float = BUDGET
     hardened: bool = False
     dialect: Dialect = "nibblas"
-    stand_ins: Literal["auto", "none"] = "auto"
+    stand_ins: StandInChoice = "auto"
     command: str = ""

@@ -10,17 +10,16 @@ import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from nibblas.arena.record import Mode
+from nibblas.arena.record import Dialect, Mode
 
 try:
     import yaml
 except ImportError:
     raise ImportError("arena: pyyaml is not installed: pip install 'nibblas[arena]'") from None
 
-Dialect = Literal["nibblas", "kernelbot"]
-DIALECTS: tuple[Dialect, ...] = ("nibblas", "kernelbot")
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 TASK_FILE = "task.yml"
 SUBMISSION = "@SUBMISSION@"  # the source, in task.yml, of the file that a submission takes the place of
 RANKINGS = ("last", "mean", "geom")

@@ -18,6 +18,8 @@ from nibblas.paths import write_atomically
 SCHEMA = 1
 
 Mode = Literal["test", "benchmark", "leaderboard", "profile"]
+Dialect = Literal["nibblas", "kernelbot"]  # how the cases of task.yml are read
+StandInChoice = Literal["auto", "none"]  # whether something of ours may take the place of what a machine lacks
 CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "incompatible", "not run"]
 RunVerdict = Literal["correct here", "wrong", "crashed", "timeout", "refused", "incompatible here", "unfinished"]
 Severity = Literal["info", "flag", "refuse"]
@@ -205,10 +207,10 @@ class Protocol:
 
     mode: Mode
     seeds: tuple[Seed, ...]
-    dialect: Literal["nibblas", "kernelbot"] = "nibblas"
+    dialect: Dialect = "nibblas"
     hardened: bool = False
     public_seed: int | None = None  # in place of those of the cases
-    stand_ins: Literal["auto", "none"] = "auto"
+    stand_ins: StandInChoice = "auto"
     budget: float | None = None  # seconds for one benchmark case
     timer: str = "host"  # whose samples make the statistics
     timers: tuple[str, ...] = ("host",)
