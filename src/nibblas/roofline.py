@@ -1,5 +1,6 @@
 """What a device can do at best, and so the least time (the floor) a problem can take on it."""
 
+import hashlib
 import json
 import math
 import platform
@@ -79,6 +80,11 @@ def device_name(device: torch.device) -> str:
     keys = ("model name", "cpu family", "model\t")
     facts = [found[1].strip() for key in keys if (found := re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE))]
     return f"{facts[0]} ({'/'.join(facts[1:])})" if facts else platform.machine()
+
+
+def host_digest() -> str:
+    """What is kept of this machine's name, never the name: the first 12 hexadecimal digits of its sha256."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
 def device_called(name: str | None = None) -> torch.device:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -21,6 +22,8 @@ from nibblas.arena.parties import Contestant
 from nibblas.arena.problem import ArenaError
 from nibblas.arena.record import Comparison
 from nibblas.arena.timing import Stopping
+from nibblas.bench import probe
+from nibblas.evidence import store
 from nibblas.roofline import Roofline, keep
 
 
@@ -467,6 +470,18 @@ COMPLETE = json.dumps(
         "complete": True,
     }
 )
+
+
+def test_a_record_names_the_host_as_a_measurement_does(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "vm")
+    cpu = torch.device("cpu")
+    assert arena_run._environment(cpu, 1).facts["host"] == probe.facts(cpu)["host"] == "5bce98f73f3e"
+
+
+def test_evidence_that_is_shipped_tells_no_hosts_name():
+    hosts = {m.facts["host"] for m in store().shipped_only() if "host" in m.facts}
+    assert hosts
+    assert all(re.fullmatch("[0-9a-f]{12}", host) for host in hosts)
 
 
 def test_a_timed_case_is_called_once_more_under_a_profiler(arena, problem, monkeypatch):

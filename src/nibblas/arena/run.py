@@ -8,7 +8,6 @@ import hashlib
 import platform
 import random
 import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -444,5 +443,5 @@ def _environment(device: torch.device, threads: int) -> Environment:
         platform.python_version(),
         torch.__version__,
         versions,
-        {"host": socket.gethostname()} | clocks.facts,
+        {"host": roofline.host_digest()} | clocks.facts,
     )

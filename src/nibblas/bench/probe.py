@@ -1,6 +1,5 @@
 """Measuring what a device can do at best: the roofline that floors are named from."""
 
-import hashlib
 import itertools
 import os
 import platform
@@ -16,7 +15,7 @@ from nibblas.bench.timing import CPU, torch_threads
 from nibblas.kernels import cpu_library
 from nibblas.memory import free_memory, last_level_cache
 from nibblas.problem import arch_of
-from nibblas.roofline import Roofline, device_name, keep, roofline
+from nibblas.roofline import Roofline, device_name, host_digest, keep, roofline
 
 SECONDS = 0.3  # spent on each figure, by runs that are short, so that some meet no other process
 
@@ -120,7 +119,7 @@ def _rates(device: torch.device, size: int, dtypes: dict[str, torch.dtype]) -> d
 def facts(device: torch.device = CPU) -> dict[str, str]:
     """What a Measurement keeps of the machine beside the device's name: a host's digest, load, driver and clocks."""
     found = {
-        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:12],
+        "host": host_digest(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device.type == "cpu":
