@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "nibblas"
 
 # A module may import modules of a lower level and of its own package folder.
 LEVELS = [
-    {"paths", "formats", "generated", "memory", "statistics", "terminal", "words"},
+    {"paths", "formats", "generated", "memory", "statistics", "targets", "terminal", "words"},
     {"layouts"},
     {"tensor"},
     {"quantize", "reference", "problem"},

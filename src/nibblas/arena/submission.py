@@ -17,6 +17,7 @@ from typing import Literal
 from nibblas.arena.problem import ArenaError, Task, is_plain
 from nibblas.arena.record import Finding, Scalar, SubmissionFacts
 from nibblas.arena.standins import exception_modules, provides
+from nibblas.targets import runs
 
 SUFFIXES = {"py": (".py",), "cu": (".cu", ".cuh", ".cpp")}
 MAX_BYTES = 16 << 20  # of all files of a submission together
@@ -249,7 +250,7 @@ _ARCH_LIST = "TORCH_CUDA_ARCH_LIST"  # torch's environment variable: 9.0a;10.0a+
 def _why_not_arch(submission: Submission, arch: str) -> str | None:
     """A reason where the submission names targets for its compiler, and none of them runs on this device."""
     targets = dict(_named_targets(submission))
-    if targets and not any(_runs(target, arch) for target in targets):
+    if targets and not any(runs(target, arch) for target in targets):
         device = "this is a CPU" if arch == "cpu" else f"this device is {arch}"
         return f"{next(iter(targets.values()))} compiles for {', '.join(sorted(targets))} only, {device}"
     if arch == "cpu":
@@ -295,23 +296,6 @@ def _listed_targets(text: str) -> Iterator[str]:
         yield f"sm_{major}{minor}"
         if ptx:
             yield f"compute_{major}{minor}"
-
-
-def _runs(target: str, arch: str) -> bool:
-    """Whether code for a target runs on a device: its own, PTX of an older one, and the family where the target says.
-
-    >>> _runs("sm_100a", "sm_90"), _runs("compute_80", "sm_90"), _runs("sm_80", "sm_86"), _runs("sm_80", "sm_90")
-    (False, True, True, False)
-    """
-    if target.startswith("gfx") or not arch.startswith("sm_"):
-        return target == arch
-    kind, number = target.split("_")
-    letter, number = number[-1] if number[-1] in "af" else "", number.rstrip("af")
-    wanted, here = int(number), int(arch.removeprefix("sm_"))
-    if letter == "a":
-        return wanted == here
-    same_family = wanted // 10 == here // 10 and wanted <= here
-    return same_family or (not letter and kind == "compute" and wanted <= here)
 
 
 def _compiles_for_gpu(call: ast.Call) -> bool:

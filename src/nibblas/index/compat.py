@@ -18,6 +18,7 @@ from nibblas.index.items import Item
 from nibblas.index.model import CompatFact
 from nibblas.index.parse import Source, read
 from nibblas.index.rule import matching, tables
+from nibblas.targets import runs
 
 RequirementKind = Literal["build", "instruction", "vendor", "package", "toolkit", "native"]
 DATA = Path(__file__).with_name("hardware.toml")
@@ -149,21 +150,10 @@ def _words(name: str) -> frozenset[str]:
 @lru_cache(4096)
 def covers(arch: str, device_arch: str) -> bool:
     """Whether one of the alternatives of `arch` has a device of an architecture like "sm_90" or "gfx950" in it."""
-    return any(_covers(one, device_arch) for one in arch.split())
-
-
-def _covers(one: str, device_arch: str) -> bool:
-    if one in ("nvidia", "amd"):
-        return device_arch.startswith("sm_" if one == "nvidia" else "gfx")
-    wanted, has = _ARCH.fullmatch(one), _ARCH.fullmatch(device_arch)
-    if wanted is None or has is None:
-        return one == device_arch
-    least, number = int(wanted["number"]), int(has["number"])
-    if wanted["suffix"] == "a":
-        return number == least
-    if wanted["suffix"] == "+" or wanted["family"] == "compute":
-        return number >= least
-    return number // 10 == least // 10 and number >= least
+    vendors = {"nvidia": "sm_", "amd": "gfx"}
+    return any(
+        device_arch.startswith(vendors[one]) if one in vendors else runs(one, device_arch) for one in arch.split()
+    )
 
 
 def required(path: str, text: str) -> list[Requirement]:
