@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from nibblas import dispatch
-from nibblas.dispatch import NoKernelError, choose, explain_problem, in_words, rank
+from nibblas.dispatch import NoKernelError, choose, explain_problem, rank
 from nibblas.evidence import Measurement, Store
 from nibblas.kernel import Kernel
 from nibblas.layouts import LINEAR, BLOCKED_128x4, ROWS_16x1, ROWS_16x4
 from nibblas.problem import Problem
 from nibblas.roofline import Roofline
+from nibblas.words import time_text
 
 CPU = torch.device("cpu")
 PROBLEM = Problem("linear", 1, 1024, 1024)
@@ -258,9 +259,9 @@ def test_explain_prints_every_kernel(setting):
     assert found.chosen is best
     assert str(found) == (
         "linear M=1 N=1024 K=1024 bf16 x nvfp4 -> bf16 on cpu\n"
-        f"floor {in_words(floor)} (bandwidth and rates measured)\n"
-        f"> best     {in_words(2 * floor):>6}  50% of floor  measured 2026-01\n"
-        f"  near     {in_words(2.5 * floor):>6}  40% of floor  from linear M=2 N=1024 K=1024 "
+        f"floor {time_text(floor)} (bandwidth and rates measured)\n"
+        f"> best     {time_text(2 * floor):>6}  50% of floor  measured 2026-01\n"
+        f"  near     {time_text(2.5 * floor):>6}  40% of floor  from linear M=2 N=1024 K=1024 "
         "bf16 x nvfp4 -> bf16 on cpu (1.0 away), measured 2026-01\n"
         "  by_cost  250 ms   0% of floor  cost model\n"
         "gpu can't: runs on sm_90, this is cpu"

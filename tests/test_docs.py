@@ -63,7 +63,7 @@ def test_evidence_of_an_earlier_source_is_marked(monkeypatch):
     fast = {"samples": (1e-6,) * 5, "digest": "earlier"}
     shipped = [replace(now, problem=replace(problem, M=2), **fast), replace(now, **fast), now]
     monkeypatch.setattr(evidence.Store, "shipped_only", lambda _: shipped)
-    row = "| NVFP4 64x64, 1 thread | 2 us | 1 us† |"
+    row = "| NVFP4 64x64, 1 thread | 2.00 us | 1.00 us† |"
     assert row in tables.figures_table()
     assert tables.figures_table().endswith(f"\n\n{tables.NOTE}")
     assert tables.known(kernel, ("cpu",), False) == "measured"

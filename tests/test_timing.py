@@ -476,21 +476,6 @@ def test_sweep_quantize_refuses(bench, arguments, message):
         sweep_quantize(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1.234e-6, "1.23 us"),
-        (12.34e-6, "12.3 us"),
-        (812e-6, "812 us"),
-        (3.2e-3, "3.20 ms"),
-        (0.25, "250 ms"),
-        (2, "2.00 s"),
-    ],
-)
-def test_times_in_words(seconds, text):
-    assert dispatch.in_words(seconds) == text
-
-
 # --- the probe -----------------------------------------------------------------------------------------------------
 
 

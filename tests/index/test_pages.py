@@ -128,7 +128,7 @@ def test_what_is_stored_is_never_markup(client):
 
 def test_numbers_have_units_and_the_unknown_is_said(client):
     page = str(Text(get(client, "/implementations/gemv-fast")))
-    assert "5.00 µs" in page
+    assert "5.00 us" in page
     assert "Missing for reproduced" in page
     assert "passed" in page
     claimed = str(Text(get(client, "/implementations/kernelbot-toy-gemv-7")))

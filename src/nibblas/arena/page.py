@@ -14,16 +14,16 @@ from nibblas.arena.show import (
     comparison_in_words,
     error_in_words,
     floor_share,
-    in_words,
     isolation_in_words,
     left_out_in_words,
     main_errors,
+    ns_text,
     shared_values,
     short_text,
     span_in_words,
     timing_in_words,
 )
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 # Of a plot, in its own units.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 220, 66, 8, 12, 28
@@ -104,7 +104,7 @@ def _head(record: Record) -> str:
     lines = [f"<h1>{_text(record.task.name)}, {_text(record.submission.name)}</h1>"]
     lines.append(f'<p class="verdict">{_tone(record.verdict)}</p>')
     if record.score is not None:
-        lines.append(f'<p class="score">{in_words(record.score * 1e9)}</p>')
+        lines.append(f'<p class="score">{time_text(record.score, digits=4)}</p>')
         lines.append(f'<p class="dim">score, {_text(RANKINGS.get(record.task.ranking_by, record.task.ranking_by))}</p>')
     if record.reason:
         lines.append(f"<p>{_text(record.reason)}</p>")
@@ -161,7 +161,7 @@ def _row(case: CaseResult, shared: Sequence[str], is_timed: bool) -> list[str]:
     cells = [_text(short_text(case, shared)), _tone(case.verdict)]
     if is_timed and found:
         mark = ' <span class="warn">(through a stand-in)</span>' if case.stand_ins else ""
-        cells += [f"<b>{in_words(found.median_ns)}</b>{mark}", span_in_words(found.low_ns, found.high_ns)]
+        cells += [f"<b>{ns_text(found.median_ns)}</b>{mark}", span_in_words(found.low_ns, found.high_ns)]
         cells += [floor_share(case), str(found.n)]
     elif is_timed:
         cells += [""] * len(TIMES)
@@ -200,16 +200,16 @@ def _figure(case: CaseResult, name: str) -> str:
         f'<rect class="interval" x="{LEFT}" y="{y(found.high_ns):.1f}" width="{right - LEFT}" height="{thick:.1f}"/>'
     ]
     for tick in _ticks(low, high):
-        marks += [across("axis", tick), label(in_words(tick), LEFT - 8, y(tick) + 4, "end")]
+        marks += [across("axis", tick), label(ns_text(tick), LEFT - 8, y(tick) + 4, "end")]
     marks.append(across("median", found.median_ns))
     if floor:
-        marks += [across("floor", floor), label(f"floor {in_words(floor)}", right, y(floor) - 5, "end")]
+        marks += [across("floor", floor), label(f"floor {ns_text(floor)}", right, y(floor) - 5, "end")]
     marks += [_mark(s, x(i), y(ns), ns > high) for i, s, ns in samples]
     marks.append(label(f"calls 0 to {last}", (LEFT + right) / 2, HEIGHT - 10, "middle"))
     words = (
-        f"{found.n} samples from {in_words(min(times))} to {in_words(max(times))}, median {in_words(found.median_ns)}, "
+        f"{found.n} samples from {ns_text(min(times))} to {ns_text(max(times))}, median {ns_text(found.median_ns)}, "
         f"interval {span_in_words(found.low_ns, found.high_ns)}"
-    ) + (f", floor {in_words(case.floor_ns)}" if case.floor_ns else "")
+    ) + (f", floor {ns_text(case.floor_ns)}" if case.floor_ns else "")
     left_out = left_out_in_words([case])
     caption = f"{words}." + (f" Hollow, not counted: {left_out}." if left_out else "")
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(words)}">{"".join(marks)}</svg>'

@@ -17,7 +17,7 @@ from nibblas.arena.coverage import gaps
 from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
 from nibblas.terminal import console_of_stdout
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 BARS = " ▁▂▃▄▅▆▇█"
 MOST_BINS = 40  # of a histogram, one character each
@@ -41,20 +41,13 @@ def clean(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def in_words(ns: float) -> str:
-    """A time of four digits with its unit.
+def ns_text(ns: float) -> str:
+    """A time in nanoseconds, told in four digits with the unit that suits.
 
-    >>> in_words(950), in_words(12345), in_words(1e9)
+    >>> ns_text(950), ns_text(12346), ns_text(1e9)
     ('950.0 ns', '12.35 us', '1.000 s')
     """
-    for unit, scale in (("ns", 1.0), ("us", 1e3), ("ms", 1e6)):
-        if ns < 999.95 * scale:
-            return f"{_four_digits(ns / scale)} {unit}"
-    return f"{_four_digits(ns / 1e9)} s"
-
-
-def _four_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}"
+    return time_text(ns * 1e-9, digits=4)
 
 
 def main_errors(case: CaseResult) -> Errors | None:
@@ -96,7 +89,7 @@ def short_text(case: CaseResult, shared: Sequence[str]) -> str:
 
 def span_in_words(low: float, high: float) -> str:
     """Two times in one unit: "24.43 - 24.63 us"."""
-    (first, unit), (second, other) = in_words(low).split(), in_words(high).split()
+    (first, unit), (second, other) = ns_text(low).split(), ns_text(high).split()
     return f"{first} - {second} {unit}" if unit == other else f"{first} {unit} - {second} {other}"
 
 
@@ -121,8 +114,8 @@ def traced_in_words(found: Traced) -> str:
     """
     if not found.kernels:
         return found.why_not
-    by_events = "" if found.event_ns is None else f"; {in_words(found.event_ns)} by events"
-    span, busy = in_words(found.span_ns), in_words(found.busy_ns)
+    by_events = "" if found.event_ns is None else f"; {ns_text(found.event_ns)} by events"
+    span, busy = ns_text(found.span_ns), ns_text(found.busy_ns)
     return f"{found.kernels} kernels, copies and fills in {span}, {busy} of them at work{by_events}"
 
 
@@ -184,7 +177,7 @@ def _print_head(record: Record, console: Console) -> None:
         _say(console, escape(clean(record.reason, 400)))
     if record.score is not None:
         cases = RANKINGS.get(record.task.ranking_by, record.task.ranking_by)
-        _say(console, f"score [bold]{in_words(record.score * 1e9)}[/], {cases}")
+        _say(console, f"score [bold]{time_text(record.score, digits=4)}[/], {cases}")
     threads = f", {counted(record.environment.threads, 'thread')}" if record.environment.threads else ""
     hardened = ", hardened inputs too" if record.protocol.hardened else ""
     _say(
@@ -233,7 +226,7 @@ def _times(case: CaseResult) -> tuple[str, ...]:
         return ("",) * 4
     mark = " [yellow]*[/]" if case.stand_ins else ""
     interval = span_in_words(found.low_ns, found.high_ns)
-    return f"[bold]{in_words(found.median_ns)}[/]{mark}", interval, floor_share(case), str(found.n)
+    return f"[bold]{ns_text(found.median_ns)}[/]{mark}", interval, floor_share(case), str(found.n)
 
 
 def _print_samples(cases: Sequence[CaseResult], shared: Sequence[str], console: Console) -> None:
@@ -248,8 +241,8 @@ def _print_samples(cases: Sequence[CaseResult], shared: Sequence[str], console: 
     for case, text in zip(cases, texts, strict=True):
         if times := valid_times(case):
             bars, low, high = histogram(times, bins)
-            beyond = f", slowest {in_words(max(times))}" if max(times) > high else ""
-            table.add_row(escape(text), in_words(low), bars, in_words(high) + beyond)
+            beyond = f", slowest {ns_text(max(times))}" if max(times) > high else ""
+            table.add_row(escape(text), ns_text(low), bars, ns_text(high) + beyond)
     console.print()
     console.print(table)
     if left_out := left_out_in_words(cases):

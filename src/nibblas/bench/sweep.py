@@ -27,7 +27,6 @@ from nibblas.bench.operands import GRAPH, PRODUCTS, USUAL_SCALES, Operands, draw
 from nibblas.bench.peers import ALWAYS_TIMED, PEERS, Product, check
 from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
-from nibblas.dispatch import in_words
 from nibblas.evidence import Measurement
 from nibblas.formats import Format
 from nibblas.kernel import Kernel
@@ -39,7 +38,7 @@ from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
 from nibblas.statistics import Ratio, paired_ratio, quartiles
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
 BASELINE = "torch bf16"
@@ -451,7 +450,7 @@ def _cells(result: Result, timed: Timed) -> tuple[str, ...]:
     name = f"[bold]> {timed.name}[/]" if timed.chosen else f"  {timed.name}"
     return (
         name if timed.problem else f"[dim]{name}[/]",
-        in_words(middle),
+        time_text(middle),
         f"{(high - low) / 2 / middle:.0%}",
         f"{result.floor / middle:.1%}" if timed.problem else "",
         "" if timed.name == result.baseline else str(timed.against),

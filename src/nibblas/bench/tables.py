@@ -15,7 +15,7 @@ from nibblas.generated import Part
 from nibblas.kernel import Kernel
 from nibblas.kernels import kernels
 from nibblas.problem import Problem
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 # The architectures we speak of, as Problem.arch names them.
 DEVICES = {
@@ -217,7 +217,7 @@ def _quantizers(device: str) -> list[str]:
 
 def _time_and_share(m: Measurement) -> str:
     share = f" {m.floor / m.median:.0%}" if m.floor else ""
-    return f"{m.median * 1e6:.4g} us{share}{OLD * is_old(m)}"
+    return f"{time_text(m.median)}{share}{OLD * is_old(m)}"
 
 
 TABLES = {

@@ -9,10 +9,10 @@ from rich.console import Console
 from nibblas import dispatch, evidence
 from nibblas.bench.sweep import Result, sweep
 from nibblas.bench.timing import CPU, torch_threads
-from nibblas.dispatch import in_words
 from nibblas.formats import Format
 from nibblas.problem import Problem
 from nibblas.roofline import threads_of
+from nibblas.words import time_text
 
 
 @dataclass(frozen=True)
@@ -93,4 +93,4 @@ def print_tuned(tuned: Sequence[Tuned], console: Console) -> None:
     """A line a problem: what is chosen now, and whether evidence changed that."""
     for t in tuned:
         told = f"[bold]{t.after}[/] instead of {t.before}, {t.gain:.2f}x" if t.after != t.before else f"{t.after}, kept"
-        console.print(f"{t.problem}: {in_words(t.times[t.after])} with {told}", highlight=False)
+        console.print(f"{t.problem}: {time_text(t.times[t.after])} with {told}", highlight=False)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from nibblas.words import counted
+from nibblas.words import counted, time_text
 
 if TYPE_CHECKING:
     from nibblas.index.catalog import Catalog
@@ -475,7 +475,7 @@ def _print_results(found: "Results") -> None:
             card.framework or card.language or "unknown",
             card.levels.numerics,
             card.levels.timing,
-            f"{_seconds(fastest.figure.value)}{' claimed' if fastest.claimed else ''}" if fastest else "",
+            f"{time_text(fastest.figure.value)}{' claimed' if fastest.claimed else ''}" if fastest else "",
             card.licence_concluded or "unknown",
         )
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
@@ -514,7 +514,7 @@ def _print_dossier(dossier: "Dossier") -> None:
     for answer in dossier.hardware:
         line(answer.answer, f"{answer.hardware.name}: {answer.reason}")
     for run in dossier.runs:
-        value = f"{run.figure.metric} {_seconds(run.figure.value)}" if run.figure else "no figure"
+        value = f"{run.figure.metric} {time_text(run.figure.value)}" if run.figure else "no figure"
         where = f"{run.workload.name if run.workload else 'the whole board'} on {run.device or 'an unknown device'}"
         line("claimed" if run.claimed else "measured", f"{run.status}, {value}, {where}")
     for text in it.limitations:
@@ -529,10 +529,3 @@ def _print_source(dossier: "Dossier") -> None:
                 f"{dossier.licence.terms or 'unknown'}"
             )
         sys.stdout.write(file.text)
-
-
-def _seconds(value: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1:
-            return f"{value * factor:.4g} {unit}"
-    return f"{value * 1e9:.4g} ns"

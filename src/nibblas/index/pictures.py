@@ -12,16 +12,10 @@ from itertools import pairwise
 
 from markupsafe import Markup, escape
 
+from nibblas.words import TIMES, time_text, time_unit
+
 MOST_DOTS = 1000
-TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 LARGE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-
-
-def time_text(seconds: float) -> str:
-    """Three significant digits with the unit that suits: 545 µs, 1.01 ms."""
-    seconds = float(f"{seconds:.3g}")
-    unit = _time_unit(seconds)
-    return f"{digits(seconds / TIMES[unit])} {unit}"
 
 
 def rate_text(value: float, unit: str) -> str:
@@ -51,7 +45,7 @@ def samples(times: Sequence[float], floor: float | None = None, interval: tuple[
     drawn = times[::step]
     median = statistics.median(times)
     ticks = _ticks(max(*times, floor or 0.0))
-    end, unit = ticks[-1], _time_unit(ticks[-1])
+    end, unit = ticks[-1], time_unit(ticks[-1])
     height = min(220, max(72, 5 * len(drawn)))
 
     def x(seconds: float) -> str:
@@ -166,10 +160,6 @@ def _tag(name: str, cls: str, **attributes: str) -> str:
 def _text(text: str, x: str, y: str, dx: str = "0", dy: str = "0", anchor: str = "start", cls: str = "label") -> str:
     place = f'x="{x}" y="{y}" dx="{dx}" dy="{dy}" text-anchor="{anchor}"'
     return f'<text class="{cls}" {place}>{escape(text)}</text>'
-
-
-def _time_unit(seconds: float) -> str:
-    return next((unit for unit, size in reversed(TIMES.items()) if abs(seconds) >= size), "ns")
 
 
 def _ticks(end: float) -> list[float]:

@@ -15,6 +15,7 @@ from nibblas import __version__
 from nibblas.index import pictures
 from nibblas.index.documents import FacetValue, Query, RunFilter, RunLine, plain
 from nibblas.index.model import Figure
+from nibblas.words import time_text
 
 Pairs = Sequence[tuple[str, str]]
 Crumbs = tuple[tuple[str, str], ...]
@@ -124,7 +125,7 @@ def _environment() -> Environment:
         auto_reload=False,
     )
     environment.filters |= {
-        "time": pictures.time_text,
+        "time": time_text,
         "rate": pictures.rate_text,
         "digits": pictures.digits,
         "interval": interval,
@@ -205,9 +206,9 @@ def figure(found: Figure) -> str:
     """A figure with its unit, interval and number of samples."""
     if found.metric not in ("latency", "score"):
         return f"{found.value:g}, of an unknown unit"
-    text = pictures.time_text(found.value)
+    text = time_text(found.value)
     if found.low is not None and found.high is not None:
-        text += f", 95 % interval {pictures.time_text(found.low)} – {pictures.time_text(found.high)}"
+        text += f", 95 % interval {time_text(found.low)} – {time_text(found.high)}"
     return f"{text}, of {count(found.n, 'sample')}" if found.n is not None else text
 
 
