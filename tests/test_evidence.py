@@ -156,7 +156,17 @@ def test_store_reads_shipped_then_local_and_what_was_added(store):
     assert [m.kernel for m in store.all()] == ["shipped", "old", "new", "newer"]
     assert [m.kernel for m in Store(store.shipped, store.local).all()] == ["shipped", "old", "new", "newer"]
     assert [m.kernel for m in store.shipped_only()] == ["shipped"]
+    assert [m.kernel for m in store.local_only()] == ["old", "new", "newer"]
     assert path.parent == store.local
+
+
+def test_a_store_reads_a_file_once(store, capsys):
+    for folder in (store.shipped, store.local):
+        folder.mkdir()
+        (folder / "bad.jsonl").write_text("{}\n")
+    for ask in (store.shipped_only, store.all, store.local_only, store.shipped_only):
+        assert ask() == []
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
 def test_append_after_a_torn_line_loses_only_that_line(tmp_path, capsys):

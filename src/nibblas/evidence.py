@@ -165,6 +165,7 @@ class Store:
 
     def __init__(self, shipped: Path, local: Path):
         self.shipped, self.local = shipped, local
+        self._shipped: list[Measurement] | None = None
         self._read: list[Measurement] | None = None
         # By all that must be equal, then by sizes: the latest Measurement that was timed.
         self._timed: dict[tuple, dict[tuple[int, ...], Measurement]] = defaultdict(dict)
@@ -172,14 +173,20 @@ class Store:
     def all(self) -> list[Measurement]:
         """Every readable Measurement, shipped ones first; unreadable lines are named on stderr, once."""
         if self._read is None:
-            found = _read_folder(self.shipped) + _read_folder(self.local)
+            found = self.shipped_only() + _read_folder(self.local)
             self._index(found)
             self._read = found
         return self._read
 
     def shipped_only(self) -> list[Measurement]:
         """Every readable Measurement that came with nibblas."""
-        return _read_folder(self.shipped)
+        if self._shipped is None:
+            self._shipped = _read_folder(self.shipped)
+        return self._shipped
+
+    def local_only(self) -> list[Measurement]:
+        """Every readable Measurement of this machine's own."""
+        return self.all()[len(self.shipped_only()) :]
 
     def nearest(
         self, problem: Problem, kernel: str, digest: str, device: str, threads: int

@@ -115,6 +115,7 @@ def diagnose(
             progress(device_name(device))
         rooflines.append(probe.measure(device, threads, again))
     archs = dict.fromkeys(arch_of(device) for device in devices)
+    store = evidence.store()
     return Diagnosis(
         versions={
             "nibblas": nibblas.__version__,
@@ -127,7 +128,7 @@ def diagnose(
         cpu_library=str(cpu_library.status()),
         packages=tuple(Tool(name, purpose, _package(name)) for name, purpose in OPTIONAL.items()),
         kernels=tuple(_kernel(kernel, arch) for arch in archs for kernel in kernels()),
-        stores=tuple(_store(folder) for folder in (evidence.store().shipped, evidence.store().local)),
+        stores=(_store(store.shipped, store.shipped_only()), _store(store.local, store.local_only())),
         caches=tuple(_cache(cache_dir() / name) for name in ("cpu", "roofline")),
     )
 
@@ -204,10 +205,9 @@ def _current(measurements: list[Measurement]) -> list[Measurement]:
     return [m for m in measurements if digests.get(m.kernel) == m.digest]
 
 
-def _store(folder: Path) -> StoreFacts:
-    files = sorted(folder.glob("*.jsonl"))
-    found = [m for path in files for m in evidence.read(path)]
-    return StoreFacts(str(folder), len(files), len(found), len(found) - len(_current(found)))
+def _store(folder: Path, found: list[Measurement]) -> StoreFacts:
+    files = len(list(folder.glob("*.jsonl")))
+    return StoreFacts(str(folder), files, len(found), len(found) - len(_current(found)))
 
 
 def _cache(folder: Path) -> CacheFacts:
