@@ -385,6 +385,12 @@ def test_stack_errors(other):
         stack([drawn(NVFP4, 4, 32), other])
 
 
+@FORMATS
+def test_stack_takes_no_vectors(format):
+    with pytest.raises(ValueError, match=r"stack: the list has tensors of shape \(32,\), need \(\.\.\., N, K\)"):
+        stack([drawn(format, 32)] * 2)
+
+
 def test_stack_of_nothing():
     with pytest.raises(ValueError, match="stack: the list is empty"):
         stack([])

@@ -365,7 +365,7 @@ def _one_number(global_scale: Tensor) -> str:
 def stack(tensors: Iterable[ScaledTensor]) -> ScaledTensor:
     """Matrices of one format, shape and layout as one tensor with a new first dimension, each with its global_scale.
 
-    [(N, K), ...] G of them -> (G, N, K).
+    [(N, K), ...] G of them -> (G, N, K). Raises TypeError, ValueError for what doesn't fit together.
     """
     tensors = list(tensors)
     if not tensors:
@@ -374,6 +374,8 @@ def stack(tensors: Iterable[ScaledTensor]) -> ScaledTensor:
         if not isinstance(t, ScaledTensor):
             raise TypeError(f"stack: the list has a {type(t).__name__}, need ScaledTensors")
     first = tensors[0]
+    if first.ndim < 2:
+        raise ValueError(f"stack: the list has tensors of shape {tuple(first.shape)}, need (..., N, K)")
 
     def facts(t: ScaledTensor) -> tuple:
         return t.format, tuple(t.shape), t.layout, t.data_layout, t.rotation, t.global_scale is None, t.device
