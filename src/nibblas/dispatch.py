@@ -26,7 +26,7 @@ class Candidate:
     kernel: Kernel
     why_not: str | None
     seconds: float  # expected; infinite where why_not says no
-    basis: str  # "measured", "near" or "cost"
+    basis: str  # "measured", "near" or "cost"; "none" where why_not says no
     record: Measurement | None = None
     distance: float = 0.0
 

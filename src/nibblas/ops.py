@@ -203,7 +203,7 @@ def linear(
 
     Parameters
     ----------
-    x : (..., K) bf16, fp16, fp32, or a ScaledTensor of w's format.
+    x : (..., K) bf16, fp16, fp32, or a ScaledTensor of either format.
     w : (N, K) ScaledTensor.
     bias : (N,), any of the float dtypes.
     out : (..., N) to write to; must not share memory with an operand.

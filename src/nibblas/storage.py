@@ -407,7 +407,9 @@ def rename(temporary: Path, path: Path) -> None:
 
 
 def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Tensor | ScaledTensor]:
-    """The tensors of a file that `save` or `nibblas quantize` wrote, by name. `save` of them gives the same file.
+    """The tensors of a file that `save` or `nibblas quantize` wrote, by name.
+
+    `save` of them gives the same file where that was saved without `metadata`.
 
     Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part, and for a device
     that isn't there.
