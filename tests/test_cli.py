@@ -182,6 +182,13 @@ def test_a_gpu_has_no_threads(run, monkeypatch, command):
     assert "cuda:0 has no --threads" in err
 
 
+@pytest.mark.parametrize("formats", [("mxfp4", "nvfp4"), ("nvfp4", "mxfp4")], ids="-".join)
+def test_explain_needs_whole_blocks_of_both_operands(run, formats):
+    status, _, err = run("explain", "linear", "1x64x16", "--a", formats[0], "--b", formats[1])
+    assert status == 1
+    assert "explain: K = 16 is not a multiple of mxfp4's block_size 32" in err
+
+
 def test_an_unknown_kernel_is_answered_with_the_known_ones(run):
     _, _, err = run("bench", "--kernels", "no_such_kernel")
     assert "no_such_kernel" in err

@@ -410,11 +410,12 @@ def explain(
         M, K = _sizes(sizes, "MK")
     elif given:
         M, N, K = _sizes(sizes, "MNK")
-    format = _format(b)
+    a, format = a.lower(), _format(b)
     format.check_K("explain", K)
+    if a not in DTYPES:
+        _format(a, f"{', '.join(DTYPES)}, ").check_K("explain", K)
     place = device_called(device)
     refuse(context, f"{place} has no", threads=place.type != "cpu")
-    a = a.lower() if a.lower() in DTYPES else _format(a, f"{', '.join(DTYPES)}, ").name
     if quantizes:
         rule = rule or format.scale_rules[0]
         if rule not in format.scale_rules:
