@@ -349,7 +349,7 @@ def test_tune_tells_of_a_choice_that_was_not_timed(bench):
     (slow,) = [t for t in result.timed if t.chosen]
     found = replace(slow, problem=replace(slow.problem, b_layouts=("ROWS_16x1", "ROWS_16x4")))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "kernels", lambda: (sweep.named_kernels("linear", ["right"], "cpu")[0],))
+        patch.setattr(dispatch, "kernels", lambda: (sweep.named_kernels("bench", "linear", ["right"], "cpu")[0],))
         (tuned,) = tune._compare(replace(result, timed=(found,)), CPU)
     assert (tuned.before, tuned.after, tuned.times["right"]) == ("slow", "right", 1e-3)
 
@@ -420,6 +420,11 @@ def test_sweep_refuses(bench, arguments, message):
     *rest, names = arguments
     with pytest.raises(ValueError, match=message):
         bench(*rest, names=names)
+
+
+def test_a_name_that_is_none_is_refused_by_the_command_that_was_called():
+    with pytest.raises(ValueError, match=r"^tune: no linear kernel is called absent"):
+        sweep.named_kernels("tune", "linear", ["absent"], "cpu")
 
 
 def test_a_kernel_that_was_named_says_why_it_cannot_run(bench):

@@ -484,7 +484,7 @@ def bench(
     - `nibblas bench --shapes 14336x4096 --M 1,8 --threads 1`
     """
     from nibblas import evidence
-    from nibblas.bench.sweep import kernels_of, print_results, random_problems, sweep
+    from nibblas.bench.sweep import print_results, random_problems, sweep
     from nibblas.bench.sweep_quantize import sweep_quantize
     from nibblas.ops import dependent_launch as set_dependent_launch
     from nibblas.roofline import device_called
@@ -503,10 +503,6 @@ def bench(
     )
     refuse(context, "--random takes the place of", shapes=draws, M=draws)
     refuse(context, f"{place} has no", threads=place.type != "cpu", dependent_launch=place.type == "cpu")
-    names = _split(kernels)
-    known = [kernel.name for kernel in kernels_of(op)]
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"no {op} kernel is called {', '.join(unknown)}; there are {', '.join(known)}")
     matrices = [(N, K) for N, K in (_sizes(shape, "NK") for shape in _some("--shapes", shapes))]
     rows = [M for (M,) in (_sizes(rows, "M") for rows in _some("--M", M))]
     wanted = [_format(name) for name in _some("--formats", formats)]
@@ -522,7 +518,7 @@ def bench(
     options: dict[str, Any] = {
         "device": place,
         "threads": threads,
-        "names": names or None,
+        "names": _split(kernels) or None,
         "rounds": rounds,
         "seconds": seconds,
         "keep": keep,

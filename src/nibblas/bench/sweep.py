@@ -152,7 +152,7 @@ def sweep(
     for name, is_unfit in (("L", L > 1 and op != "linear"), ("G", G is not None and op != "grouped_linear")):
         if is_unfit:
             raise ValueError(f"{command}: {op} has no {name}")
-    chosen = named_kernels(op, names, arch_of(device))
+    chosen = named_kernels(command, op, names, arch_of(device))
     peers = [name for name in peers if name not in ALWAYS_TIMED or device.type != "cuda"]
     if unknown := set(peers) - {*PEERS, *ALWAYS_TIMED}:
         names_known = ", ".join((*PEERS, *ALWAYS_TIMED))
@@ -203,18 +203,13 @@ def random_problems(count: int, seed: int = 0) -> list[tuple[int, int, int]]:
     return [(size(16384, 64), size(16384, 64), size(64, 1)) for _ in range(count)]
 
 
-def kernels_of(op: str) -> list[Kernel]:
-    """The op's kernels, for any device."""
-    return [kernel for kernel in all_kernels() if kernel.op == op]
-
-
-def named_kernels(op: str, names: Sequence[str] | None, arch: str) -> list[Kernel]:
+def named_kernels(command: str, op: str, names: Sequence[str] | None, arch: str) -> list[Kernel]:
     """The op's kernels of these names, by default all that are made for arch. ValueError for an unknown name."""
-    known = kernels_of(op)
+    known = [kernel for kernel in all_kernels() if kernel.op == op]
     unknown = set(names or ()) - {kernel.name for kernel in known}
     if unknown:
         listed = ", ".join(kernel.name for kernel in known)
-        raise ValueError(f"bench: no {op} kernel is called {', '.join(sorted(unknown))}; there are {listed}")
+        raise ValueError(f"{command}: no {op} kernel is called {', '.join(sorted(unknown))}; there are {listed}")
     if names is None:
         return [kernel for kernel in known if not kernel.archs or arch in kernel.archs]
     return [kernel for kernel in known if kernel.name in names]

@@ -47,7 +47,7 @@ def sweep_quantize(
     Results, options and errors are as those of `sweep.sweep`, but that ratios are to a copy of the input.
     """
     wanted = [(as_format(format), rule) for format in formats for rule in as_format(format).scale_rules]
-    kernels = named_kernels("quantize", names, arch_of(device))
+    kernels = named_kernels("bench", "quantize", names, arch_of(device))
     if dtype not in DTYPES:
         raise ValueError(f"bench: activations {dtype!r} can't be quantized; there are {', '.join(DTYPES)}")
     for format, _ in wanted:
