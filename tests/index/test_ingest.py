@@ -13,7 +13,7 @@ from pyarrow import parquet
 from starlette.testclient import TestClient
 
 from nibblas import evidence
-from nibblas.index import synthetic
+from nibblas.index import languages, synthetic
 from nibblas.index.api import create_app
 from nibblas.index.ingest import Report, add, add_own, kernelbot
 from nibblas.index.ingest.evidence import run_of
@@ -175,6 +175,15 @@ def test_a_folder(store, tmp_path):
     found = store.item("deep-moe")
     assert found.implementation.language == "cuda"
     assert list(found.contents) == ["moe.cu"], "what lies above is not of the same repository"
+
+
+def test_every_language_that_is_parsed_is_taken(store, tmp_path):
+    for suffix in languages.SUFFIXES:
+        write(tmp_path / "kernels" / f"{suffix[1:]}_kernel{suffix}", "x\n")
+    report = add(store, [tmp_path / "kernels"])
+    assert report.skipped == []
+    assert report.added == len(languages.SUFFIXES)
+    assert store.implementation("kernels-ptx-kernel").language == "ptx"
 
 
 def test_the_licence_that_a_readme_states(store, tmp_path):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from made_up import CODE, OPERATION, RUN, WORKLOAD, make_item
 
-from nibblas.index.model import Operation, SourceFile, digest_of, kebab, kernelbot_slug, language_of
+from nibblas.index.languages import of_path
+from nibblas.index.model import Operation, SourceFile, digest_of, kebab, kernelbot_slug
 
 
 def test_a_digest_is_sha256_of_canonical_json():
@@ -78,5 +79,7 @@ def test_slugs():
 
 
 def test_languages():
-    assert [language_of(name) for name in ("a.PY", "b.cu", "c.md", "d")] == ["python", "cuda", None, None]
-    assert SourceFile.of("x.cu", CODE).media_type == "text/x-cuda"
+    expected = {"a.PY": "python", "b.cu": "cuda", "c.h": "c", "d.cxx": "c++", "e.ptx": "ptx", "f.md": None, "g": None}
+    assert {name: of_path(name) for name in expected} == expected
+    types = [SourceFile.of(name, CODE).media_type for name in ("b.cu", "c.h", "d.cxx", "e.ptx", "f.md")]
+    assert types == ["text/x-cuda", "text/x-c", "text/x-c++", "text/x-ptx", "text/plain"]

@@ -5,8 +5,7 @@ That a source doesn't compile here is told and not stored, because it says as mu
 
 from dataclasses import dataclass
 
-from nibblas.index import machine_code
-from nibblas.index.model import language_of
+from nibblas.index import languages, machine_code
 from nibblas.index.store import Store
 from nibblas.index.techniques import find
 
@@ -32,7 +31,7 @@ def compile_stored(store: Store, name: str, arch: str) -> list[Outcome]:
     implementation = store.implementation(name)
     outcomes = []
     for file in implementation.files:
-        if language_of(file.path) not in ("python", "cuda", "c++"):
+        if languages.of_path(file.path) not in ("python", "cuda", "c++"):
             continue
         text = store.content(file.sha256).decode(errors="replace")
         try:

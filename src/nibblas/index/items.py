@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from nibblas.index.positions import Mapped
 
-Language = Literal["python", "cuda", "hip", "c++", "ptx", "gcn", "text"]
+Language = Literal["python", "cuda", "hip", "c++", "c", "ptx", "gcn", "text"]
 # Each with what its `text` and `value` are.
 ItemKind = Literal[
     "call",  # the function's name; its arguments

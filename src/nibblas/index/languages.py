@@ -5,7 +5,7 @@ from pathlib import PurePath
 
 from nibblas.index.items import Language
 
-_SUFFIXES: dict[str, Language] = {
+SUFFIXES: dict[str, Language] = {
     ".py": "python",
     ".pyi": "python",
     ".cu": "cuda",
@@ -14,10 +14,10 @@ _SUFFIXES: dict[str, Language] = {
     ".cpp": "c++",
     ".cc": "c++",
     ".cxx": "c++",
-    ".c": "c++",
-    ".h": "c++",
     ".hpp": "c++",
     ".inl": "c++",
+    ".c": "c",
+    ".h": "c",
     ".ptx": "ptx",
     ".s": "gcn",
 }
@@ -55,8 +55,8 @@ _GCN = re.compile(
 
 
 def of_path(path: str) -> Language | None:
-    """The language that a file's suffix names."""
-    return _SUFFIXES.get(PurePath(path).suffix.lower())
+    """The language that a file's suffix names; None for what is no source."""
+    return SUFFIXES.get(PurePath(path).suffix.lower())
 
 
 def of_code(text: str, name: str = "") -> Language | None:
@@ -78,7 +78,7 @@ def of_code(text: str, name: str = "") -> Language | None:
 
 
 def dialect(text: str) -> Language:
-    """Whether C++ text is HIP, CUDA, or without anything of a device."""
+    """Whether text in C or C++ is HIP, CUDA, or without anything of a device."""
     if _HIP.search(text):
         return "hip"
     return "cuda" if _DEVICE.search(text) else "c++"

@@ -10,11 +10,10 @@ from typing import Literal
 
 from markupsafe import Markup, escape
 from pygments.lexer import Lexer
-from pygments.lexers import CLexer, CppLexer, CudaLexer, PythonLexer
+from pygments.lexers import CLexer, CppLexer, CudaLexer, PtxLexer, PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
 
-from nibblas.index.languages import of_code
-from nibblas.index.model import language_of
+from nibblas.index.languages import of_code, of_path
 
 LEXERS: dict[str, type[Lexer]] = {
     "python": PythonLexer,
@@ -22,6 +21,7 @@ LEXERS: dict[str, type[Lexer]] = {
     "hip": CudaLexer,
     "c++": CppLexer,
     "c": CLexer,
+    "ptx": PtxLexer,
 }
 # The first that contains a token's type gives its class in the stylesheet; all others are plain.
 CLASSES = (
@@ -70,7 +70,7 @@ def _unix(text: str) -> str:
 
 def _tokens(path: str, text: str) -> Iterator[tuple[str, str]]:
     """Pieces of the text, in order, each with its class ("" for none). Code in a Python string is read as code."""
-    language = language_of(path) or ""
+    language = of_path(path) or ""
     if language not in LEXERS or len(text) > MOST_HIGHLIGHTED:
         yield "", text
         return

@@ -10,32 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any, ClassVar, Literal
+
+from nibblas.index import languages
 
 Origin = Literal["human", "model", "unknown"]
 FactKind = Literal["declared", "required", "compiled", "measured", "refused"]
 RunStatus = Literal["passed", "wrong", "crashed", "timeout", "refused", "incompatible", "compiled", "not run"]
 EventKind = Literal["publish", "supersede", "attest", "dispute", "refute", "retract"]
-
-LANGUAGES = {
-    ".py": "python",
-    ".cu": "cuda",
-    ".cuh": "cuda",
-    ".hip": "hip",
-    ".cpp": "c++",
-    ".cc": "c++",
-    ".hpp": "c++",
-    ".c": "c",
-    ".h": "c",
-}
-MEDIA_TYPES = {
-    "python": "text/x-python",
-    "cuda": "text/x-cuda",
-    "hip": "text/x-hip",
-    "c++": "text/x-c++",
-    "c": "text/x-c",
-}
 
 
 def digest_of(kind: str, spec: Mapping[str, Any]) -> str:
@@ -61,11 +43,6 @@ def kernelbot_slug(board: str, submission: int | str) -> str:
 def now() -> str:
     """The time, ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def language_of(path: str) -> str | None:
-    """The language that a file's suffix names; None for what is no source."""
-    return LANGUAGES.get(PurePath(path).suffix.lower())
 
 
 class _Spec:
@@ -117,7 +94,8 @@ class SourceFile:
     def of(cls, path: str, raw: bytes) -> "SourceFile":
         """The description of these bytes; lines are counted as an editor numbers them."""
         lines = raw.count(b"\n") + bool(raw and not raw.endswith(b"\n"))
-        media_type = MEDIA_TYPES.get(language_of(path) or "", "text/plain")
+        language = languages.of_path(path)
+        media_type = f"text/x-{language}" if language else "text/plain"
         return cls(path, hashlib.sha256(raw).hexdigest(), len(raw), lines, media_type)
 
 

@@ -44,7 +44,7 @@ def read(path: str, text: str) -> Source:
     """Read a file, whatever it holds: what isn't understood gives no items."""
     whole = Mapped.whole(text)
     language = languages.of_path(path) or languages.of_code(text + "\n;") or "text"
-    if language == "c++":
+    if language in ("c", "c++"):
         language = languages.dialect(text)
     parts = [(part, place) for part, place in _parts(whole, language, "", 0)]
     regions = tuple(

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nibblas.index import languages
 from nibblas.index.ingest.reading import Attached, Options, Read, Skipped, described
 from nibblas.index.model import (
     CompatFact,
@@ -25,7 +26,6 @@ from nibblas.index.model import (
     Tensor,
     Workload,
     kebab,
-    language_of,
 )
 from nibblas.index.store import Store
 from nibblas.words import counted
@@ -153,7 +153,7 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
 
     contents = {source: (PACKAGE / source).read_bytes() for source in kernel.sources}
     launch = getattr(kernel.launch, "func", kernel.launch)
-    languages = {language_of(path) for path in kernel.sources}
+    written_in = {languages.of_path(path) for path in kernel.sources}
     licence = _licence()
     implementation = Implementation(
         kernel.slug,
@@ -163,7 +163,7 @@ def _item(kernel: "Kernel", runs: list[Run]) -> Item:
         operation=OPERATIONS[kernel.op],
         authors=("nibblas",),
         # Of the device code, not of its launcher; a header of CUDA reads as C by its suffix.
-        language=next((one for one in ("cuda", "c") if one in languages), "python"),
+        language=next((one for one in ("cuda", "c") if one in written_in), "python"),
         framework=BACKENDS.get(kernel.name.split("_")[0]),
         entry_point=f"{launch.__module__}.{launch.__qualname__}",
         signature=f'nibblas.{kernel.op}(..., kernel="{kernel.name}")',

@@ -13,10 +13,10 @@ number gives.
 from collections.abc import Iterator
 from pathlib import Path
 
-from nibblas.index import licence
+from nibblas.index import languages, licence
 from nibblas.index.ingest import kernelbot
 from nibblas.index.ingest.reading import MAX_BYTES, Options, Read, at_home, described, interface_of, read_bytes
-from nibblas.index.model import Claim, Implementation, Item, Source, kebab, language_of
+from nibblas.index.model import Claim, Implementation, Item, Source, kebab
 from nibblas.index.store import Store
 
 LICENCES = ("license", "licence", "copying")
@@ -24,7 +24,7 @@ LICENCES = ("license", "licence", "copying")
 
 def takes(path: Path) -> bool:
     """A file whose suffix names a language."""
-    return language_of(path.name) is not None
+    return languages.of_path(path.name) is not None
 
 
 def count(path: Path) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nibblas.index import languages
 from nibblas.index.ingest.reading import Options, Read, Skipped, described, interface_of, read_bytes
 from nibblas.index.model import (
-    LANGUAGES,
     Claim,
     CompatFact,
     Implementation,
@@ -37,7 +37,7 @@ LABELS = {
         "imported",
     ),
 }
-SUFFIXES = "|".join(sorted((suffix[1:].replace("+", r"\+") for suffix in LANGUAGES), key=len, reverse=True))
+SUFFIXES = "|".join(sorted((suffix[1:].replace("+", r"\+") for suffix in languages.SUFFIXES), key=len, reverse=True))
 HEADING = re.compile(rf"^(.+\.(?:{SUFFIXES}))(\d+) lines$")
 END = re.compile(r"(?:scrolls · )(\d+) lines total$")
 ADDRESS = re.compile(r"(https?://[^\s\"']+/implementations/([a-z0-9-]+))")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from nibblas.index.model import CompatFact, Item, Run, SourceFile, language_of
+from nibblas.index import languages
+from nibblas.index.model import CompatFact, Item, Run, SourceFile
 from nibblas.index.store import Store
 
 MAX_BYTES = 16 << 20  # of one source file or record
@@ -104,7 +105,7 @@ class Interface(NamedTuple):
 
 def interface_of(path: str, raw: bytes) -> Interface:
     """Language by suffix, framework by imports, and the function to call: KernelBot's, else the only public one."""
-    language = language_of(path)
+    language = languages.of_path(path)
     text = raw.decode(errors="replace")
     if language == "python":
         modules, functions = _python(text)
