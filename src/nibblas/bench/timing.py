@@ -44,7 +44,6 @@ def interleaved(
     device: torch.device = CPU,
     seconds: float | None = None,
     launches: int = 16,
-    seed: int = 0,
 ) -> dict[str, tuple[float, ...]]:
     """Seconds that each function takes, one sample a round; each round calls all of them, in shuffled order.
 
@@ -64,7 +63,7 @@ def interleaved(
     with torch_threads(threads), torch.no_grad():
         timers = {name: _timer(function, warmup, device, launches) for name, function in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in functions}
-        order, shuffle = list(functions), random.Random(seed).shuffle
+        order, shuffle = list(functions), random.Random(0).shuffle
         start = time.perf_counter()
         for done in range(1, rounds + 1):
             shuffle(order)
