@@ -128,6 +128,19 @@ def test_all_dataclasses_of_the_module_are_in_the_schema():
     assert kinds == {kind for kind, _ in schema_parts()}
 
 
+def test_times_are_the_valid_claims_of_the_timer_that_counts():
+    samples = (
+        Sample({"event": 1.0, "host": 9.0}, 10.0),
+        Sample({"event": 2.0, "host": 9.0}, 10.0, valid=False, reason="warm-up"),
+        Sample({"event": None, "host": 9.0}, 10.0),
+        Sample({"event": 4.0}, None),
+    )
+    case = CaseResult("benchmark", "m: 1", {"m": 1}, "correct", samples=samples)
+    assert case.times == []
+    case = dataclasses.replace(case, statistics=Statistics("event", 2.5, 1.0, 4.0, 2))
+    assert case.times == [1.0, 4.0]
+
+
 def test_a_commitment_is_what_sha256sum_prints():
     """printf 'ab:7' | sha256sum"""
     assert commit(7, "ab") == "b7e1dfec11fd191bb4abfdfe9c58ecd7de250cda6278f0dac33b9cb642a20ca8"

@@ -17,7 +17,6 @@ from nibblas.arena.record import Errors, PairedRatio, Sample, Statistics, Traced
 from nibblas.arena.show import (
     clean,
     comparison_in_words,
-    console_of_stdout,
     error_in_words,
     histogram,
     main_errors,
@@ -26,8 +25,8 @@ from nibblas.arena.show import (
     shared_values,
     short_text,
     span_in_words,
-    valid_times,
 )
+from nibblas.terminal import console_of_stdout
 
 CHROMIUM = shutil.which("chromium")
 
@@ -257,7 +256,7 @@ def test_odd_samples_can_be_drawn(times):
     samples = tuple(Sample({"event": ns}, ns) for ns in times)
     case = replace(timed(), samples=samples, statistics=Statistics("event", times[0], times[0], times[-1], len(times)))
     record = replace(GOOD, cases=(case,))
-    assert valid_times(case) == times
+    assert case.times == times
     assert "nan" not in page(record)
     assert ns_text(times[0]) in shown(record)
 

@@ -25,6 +25,7 @@ from nibblas.arena.wire import (
     describe,
     map_fd,
     pack,
+    same_bytes,
     storage_bytes,
     unpack,
     write_tensors,
@@ -199,6 +200,15 @@ def test_a_copy_has_storages_of_its_own():
     copy[0].add_(1)
     assert copy[1].tolist() == [1, 1, 1]
     assert a.tolist() == [0, 0, 0]
+
+
+def test_same_bytes():
+    a = torch.tensor([[0.0, float("nan")], [1.0, 2.0]])
+    assert same_bytes(a, a.T.contiguous().T)
+    assert same_bytes(a[:0], a[2:])
+    assert same_bytes(torch.tensor(1 + 2j).conj(), torch.tensor(1 - 2j))
+    for other in (a.T, -a, a[0], a.flatten(), a.view(torch.int32), torch.where(a == 0, -0.0, a)):
+        assert not same_bytes(a, other)
 
 
 def test_data_of_the_reference_module_and_odd_tensors_are_refused(monkeypatch):

@@ -28,6 +28,7 @@ from nibblas.arena.record import (
     PairedRatio,
     Record,
     Sample,
+    claimed,
 )
 from nibblas.arena.submission import Submission
 
@@ -92,7 +93,7 @@ class CaseRun:
             self._at(index)
             if not self._one(index, secret=index > 0 or self.kind == "leaderboard"):
                 return
-            valid = timing.claimed(self.samples, self.run.record.protocol.timer)
+            valid = claimed(self.samples, self.run.record.protocol.timer)
             if rule.is_reached(valid, len(self.samples) - timing.WARMUP, self._seconds()):
                 break
         self._judge_times()
@@ -341,7 +342,7 @@ class CaseRun:
             if finding is not None:
                 self._find(finding)
         held_back = [sample for sample in self.samples if sample.throttled]
-        if held_back and not timing.claimed(self.samples, protocol.timer):
+        if held_back and not claimed(self.samples, protocol.timer):
             self._find(Finding("throttled", "flag", "the clocks were throttled in every call, so none is counted"))
 
     # --- what it comes to

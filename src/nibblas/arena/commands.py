@@ -154,9 +154,9 @@ def _show(
     elif as_json:
         print(found.to_json(), end="")
     else:
-        from nibblas.arena.show import show
+        from nibblas.arena.show import print_record
 
-        show(found)
+        print_record(found, console_of_stdout())
 
 
 @app.command("new", no_args_is_help=True)

@@ -36,6 +36,7 @@ from nibblas.arena.wire import (
     checked,
     copy_of,
     pack,
+    same_bytes,
     storage_bytes,
     unpack,
 )
@@ -199,7 +200,7 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
             return None
 
     def differs(tensors: list[Tensor] | None) -> bool:
-        return tensors is None or len(tensors) != len(usual) or not all(map(_same_bytes, tensors, usual))
+        return tensors is None or len(tensors) != len(usual) or not all(map(same_bytes, tensors, usual))
 
     deadline, total, nothing = time.monotonic() + seconds, 0, slice(0, 0)
     usual = answer(0, nothing) or []
@@ -236,13 +237,6 @@ def _names(tensors: dict[str, Tensor], parcel: Parcel) -> list[str]:
     for name, tensor in tensors.items():
         names.setdefault(tensor.untyped_storage()._cdata, name)
     return [names.get(storage._cdata, "data") for storage in parcel.storages]
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
 
 
 def _unlike(got: Any, expected: Any, what: str, fillable: Collection[tuple[torch.dtype, torch.Size]]) -> str | None:

@@ -37,6 +37,7 @@ from nibblas.arena.poison import output_arguments
 from nibblas.arena.problem import TASK_FILE, ArenaError, Case, Task, read_task
 from nibblas.arena.record import Mode
 from nibblas.arena.show import clean
+from nibblas.arena.wire import same_bytes
 
 BUDGET = 60.0  # seconds for a case
 STARTING = 300.0  # seconds, beyond that, for a process to import torch and the problem
@@ -321,14 +322,7 @@ def _cloned(value: Any) -> Any:
 def _same(a: Any, b: Any, apart: Sequence[str] = ()) -> bool:
     """Whether all tensors of two values are the same, bit for bit, but for some by name ("data[6]")."""
     ours, theirs = (named_tensors(value, "data") for value in (a, b))
-    return ours.keys() == theirs.keys() and all(name in apart or _same_bits(ours[name], theirs[name]) for name in ours)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = (t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    return ours.keys() == theirs.keys() and all(name in apart or same_bytes(ours[name], theirs[name]) for name in ours)
 
 
 # --- printing ------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def _figure(case: CaseResult, name: str) -> str:
     found = case.statistics
     assert found is not None
     samples = [(i, s, ns) for i, s in enumerate(case.samples) if (ns := s.claimed_ns.get(found.timer)) is not None]
-    times = [ns for _, s, ns in samples if s.valid]
+    times = case.times
     high = _upper_end([ns for *_, ns in samples], times)
     floor = case.floor_ns if case.floor_ns and 0.5 * min(times) <= case.floor_ns <= high else None
     low = min([*times, *([floor] if floor else [])])

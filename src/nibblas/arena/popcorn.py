@@ -59,8 +59,7 @@ def _benchmark(case: CaseResult) -> Iterator[tuple[str, object]]:
         return
     if case.kind == "profile":
         yield "report", base64.b64encode(case.report.encode(), b"+*").decode()
-    times = _times(case)
-    if times:
+    if times := case.times:
         deviation = statistics.stdev(times) if len(times) > 1 else 0.0
         yield "runs", len(times)
         yield "mean", statistics.fmean(times)
@@ -70,14 +69,6 @@ def _benchmark(case: CaseResult) -> Iterator[tuple[str, object]]:
         yield "worst", float(max(times))
     if case.stand_ins:
         yield "message", f"these times are not the submission's own: it called {', '.join(case.stand_ins)}"
-
-
-def _times(case: CaseResult) -> list[float]:
-    if case.statistics is None:
-        return []
-    timer = case.statistics.timer
-    claimed = [sample.claimed_ns.get(timer) for sample in case.samples if sample.valid]
-    return [time for time in claimed if time is not None]
 
 
 def _reason(case: CaseResult) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import types
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,11 @@ class Sample:
     reason: str = ""
     throttled: bool = False
     fresh_addresses: bool = False  # whether the inputs lay elsewhere than in the call before
+
+
+def claimed(samples: Iterable[Sample], timer: str) -> list[float]:
+    """The valid claims of one timer, in nanoseconds."""
+    return [ns for sample in samples if sample.valid and (ns := sample.claimed_ns.get(timer)) is not None]
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,11 @@ class CaseResult:
     start: int = 0  # which of Protocol.seeds this case was run with
     report: str = ""  # of profile mode
     traced: Traced | None = None
+
+    @property
+    def times(self) -> list[float]:
+        """The samples that the statistics count, in nanoseconds; none where there are no statistics."""
+        return claimed(self.samples, self.statistics.timer) if self.statistics else []
 
 
 @dataclass(frozen=True)

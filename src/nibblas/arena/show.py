@@ -16,7 +16,6 @@ from rich.text import Text
 from nibblas.arena.coverage import gaps
 from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
-from nibblas.terminal import console_of_stdout
 from nibblas.words import counted, time_text
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -93,12 +92,6 @@ def span_in_words(low: float, high: float) -> str:
     return f"{first} - {second} {unit}" if unit == other else f"{first} {unit} - {second} {other}"
 
 
-def valid_times(case: CaseResult) -> list[float]:
-    """The samples that count, in nanoseconds, as the timer of the statistics claims them."""
-    timer = case.statistics.timer if case.statistics else ""
-    return [ns for s in case.samples if s.valid and (ns := s.claimed_ns.get(timer)) is not None]
-
-
 def floor_share(case: CaseResult) -> str:
     """How much of the median the floor explains, "54%"; empty where one of them is not known."""
     if case.floor_ns is None or case.statistics is None:
@@ -150,11 +143,6 @@ def print_record(record: Record, console: Console) -> None:
     _print_findings(record.all_findings, console)
     _print_inputs(record, console)
     _print_machine(record, console)
-
-
-def show(record: Record) -> None:
-    """print_record on the standard output."""
-    print_record(record, console_of_stdout())
 
 
 def _say(console: Console, text: str) -> None:
@@ -239,7 +227,7 @@ def _print_samples(cases: Sequence[CaseResult], shared: Sequence[str], console: 
     table.add_column(no_wrap=True, style="dim")
     bins = max(8, min(MOST_BINS, console.width - label - 42))
     for case, text in zip(cases, texts, strict=True):
-        if times := valid_times(case):
+        if times := case.times:
             bars, low, high = histogram(times, bins)
             beyond = f", slowest {ns_text(max(times))}" if max(times) > high else ""
             table.add_row(escape(text), ns_text(low), bars, ns_text(high) + beyond)

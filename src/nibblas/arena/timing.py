@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced
+from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced, claimed
 from nibblas.statistics import Interval, median_interval, paired_ratio
 
 REFUSE: Severity = "refuse"
@@ -41,28 +41,21 @@ class Stopping:
     """
 
     budget: float
-    at_least: int = AT_LEAST
-    precision: float = PRECISION
 
     def __str__(self) -> str:
         return (
-            f"at least {self.at_least} samples and the {CONFIDENCE:.0%} interval of the median within "
-            f"{self.precision:.0%}; or {self.budget:g} s used and {FEWEST} samples, or {self.at_least} that don't count"
+            f"at least {AT_LEAST} samples and the {CONFIDENCE:.0%} interval of the median within "
+            f"{PRECISION:.0%}; or {self.budget:g} s used and {FEWEST} samples, or {AT_LEAST} that don't count"
         )
 
     def is_reached(self, samples: Sequence[float], taken: int, seconds: float) -> bool:
         """Whether these valid samples, of so many taken in that time, are enough."""
         if seconds >= self.budget:
-            return len(samples) >= FEWEST or taken >= self.at_least
+            return len(samples) >= FEWEST or taken >= AT_LEAST
         # Looked at after each sixteenth more: an interval costs more than a sample where there are many.
-        if len(samples) < self.at_least or len(samples) % max(len(samples) // 16, 1):
+        if len(samples) < AT_LEAST or len(samples) % max(len(samples) // 16, 1):
             return False
-        return median_interval(samples, confidence=CONFIDENCE).half_width <= self.precision
-
-
-def claimed(samples: Sequence[Sample], timer: str) -> list[float]:
-    """The valid claims of one timer."""
-    return [ns for sample in samples if sample.valid and (ns := sample.claimed_ns.get(timer)) is not None]
+        return median_interval(samples, confidence=CONFIDENCE).half_width <= PRECISION
 
 
 def statistics_of(samples: Sequence[Sample], timer: str) -> Statistics | None:

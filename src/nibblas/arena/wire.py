@@ -422,8 +422,17 @@ class Returned:
 def write_tensors(tensors: Sequence[Tensor], offsets: Sequence[int], memory: mmap.mmap) -> None:
     """Copy tensors into shared memory, contiguous."""
     for tensor, offset in zip(tensors, offsets, strict=True):
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        flat = _flat_bytes(tensor)
         bytes_at(memory, offset, flat.numel()).copy_(flat)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_flat_bytes(a), _flat_bytes(b))
+
+
+def _flat_bytes(t: Tensor) -> Tensor:
+    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def checked(description: Any, device: str | None = None) -> Returned:
