@@ -83,17 +83,19 @@ def support_table() -> str:
     return with_note("\n".join(lines))
 
 
-def products(activations: str = "bf16", dependent: bool = False) -> list[Measurement]:
+def products(activations: str = "bf16", dependent: bool = False, beside: str | None = None) -> list[Measurement]:
     """Of the shipped evidence, the fastest kernel of each plain product, device and number of threads.
 
     activations : a dtype's name, or "fp4" for those of the weights' format.
     dependent : those whose launches overlapped, instead of those whose launches did not.
+    beside : of those that were measured in the same run as this library.
     """
 
     def wanted(m: Measurement) -> bool:
         p = m.problem
         plain = (p.op, p.out, p.L, p.bias, p.batch_invariant) == ("linear", "bf16", 1, False, False)
-        return plain and p.a == (p.b if activations == "fp4" else activations) and m.is_dependent == dependent
+        is_wanted = p.a == (p.b if activations == "fp4" else activations) and m.is_dependent == dependent
+        return plain and is_wanted and (beside is None or beside in m.beside)
 
     return _fastest(wanted)
 
@@ -131,6 +133,12 @@ def ratios(m: Measurement) -> dict[str, float]:
     ours = {kernel.name for kernel in kernels()}
     others = {name: seconds for name, seconds in m.beside.items() if name.split()[0] not in ours}
     return {name: seconds / m.median for name, seconds in others.items() if name != "torch fp32"}
+
+
+def peers(device: str) -> list[str]:
+    """What else was timed in the shipped evidence of a device, torch's own product first."""
+    names = (name for m in evidence.store().shipped_only() if m.device == device for name in ratios(m))
+    return sorted(set(names), key=lambda name: (name != "torch bf16", name))
 
 
 def _by_rows(title: str, found: Iterable[Measurement], cell: Callable[[Measurement], str]) -> list[str]:
@@ -180,9 +188,10 @@ def figures_table() -> str:
     for device in dict.fromkeys(m.device for m in found):
         of_device = [m for m in found if m.device == device]
         lines += ["", f"### {device}", "", *_by_rows("time, share of the floor", of_device, _time_and_share)]
-        for peer in dict.fromkeys(name for m in of_device for name in ratios(m)):
-            timed = [m for m in of_device if peer in ratios(m)]
-            lines += ["", *_by_rows(f"over {peer}", timed, partial(_times, peer=peer))]
+        for peer in peers(device):
+            timed = [m for m in products(beside=peer) if m.device == device]
+            if timed:
+                lines += ["", *_by_rows(f"over {peer}", timed, partial(_times, peer=peer))]
         for title, others in (
             ("with dependent launch", products(dependent=True)),
             ("FP4 activations", products("fp4")),
