@@ -121,22 +121,22 @@ class Worker:
         return {"output": description, "stand_ins": self.stand_ins.take_used()}
 
     def fetch(self, request: dict, fds: list[int]) -> dict:
-        """Write what was returned to shared memory; tell which data changed, and which of it was returned."""
+        """Write what was returned to shared memory; tell which other data changed."""
         room = map_fd(fds[0], write=True)
         write_tensors(self.tensors, request["offsets"], room)
         del room
-        reply: dict[str, Any] = {}
+        changed = []
         if len(fds) > 1:
             memory = map_fd(fds[1])
             returned = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
             for number, (offset, nbytes, _) in enumerate(request["parcel"]["storages"]):
                 storage = self.storages[number]
                 if nbytes and storage.data_ptr() in returned:
-                    reply.setdefault("returned", []).append(number)
-                elif storage.nbytes() != nbytes or not _equal(storage_bytes(storage), bytes_at(memory, offset, nbytes)):
-                    reply.setdefault("changed", []).append(number)
+                    continue
+                if storage.nbytes() != nbytes or not _equal(storage_bytes(storage), bytes_at(memory, offset, nbytes)):
+                    changed.append(number)
             del memory
-        return reply
+        return {"changed": changed}
 
     def profile(self, request: dict, fds: list[int]) -> dict:
         """Call the function under torch's profiler, and return its table; or for a profiler that runs this process."""
