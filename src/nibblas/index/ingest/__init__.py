@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby, islice
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 from nibblas.index.ingest import arena, evidence, files, kernelbot, page
-from nibblas.index.ingest.reading import Attached, Known, Options, Read, Skipped
+from nibblas.index.ingest.reading import Attached, Importer, Known, Options, Read, Skipped
 from nibblas.index.model import Item
 from nibblas.index.scan import Scan, Scanner, scanner, versions
 from nibblas.index.store import Outcome, Store, StoreError
 
 # In the order in which they are asked, and in which what they take is imported: records come after the submissions
 # that they are of.
-IMPORTERS: tuple[ModuleType, ...] = (page, kernelbot, files, evidence, arena)
+IMPORTERS: tuple[Importer, ...] = (page, kernelbot, files, evidence, arena)
 # Read for facts about the sources beside them, never as sources.
 BESIDE = ("readme", "license", "licence", "copying", "notice", "task.yml", "leaderboards.parquet")
 BATCH = 200
@@ -69,7 +68,7 @@ class Report:
 class Entry(NamedTuple):
     """A file and the importer that takes it; None where none does."""
 
-    importer: ModuleType | None
+    importer: Importer | None
     path: Path
 
 
@@ -179,7 +178,7 @@ def _scans_of(item: Item, batch: Batch) -> dict[str, Scan]:
 
 
 def _read(
-    importer: ModuleType | None, paths: Iterable[Path], options: Options, store: Store
+    importer: Importer | None, paths: Iterable[Path], options: Options, store: Store
 ) -> Iterator[tuple[Path, Read]]:
     for path in paths:
         if importer is None:
@@ -213,7 +212,7 @@ def _inside(folder: Path) -> Iterator[Path]:
                 yield Path(directory, name)
 
 
-def _order(importer: ModuleType | None) -> int:
+def _order(importer: Importer | None) -> int:
     return len(IMPORTERS) if importer is None else IMPORTERS.index(importer)
 
 
