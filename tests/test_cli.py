@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import nibblas
-from nibblas import cli, dispatch, evidence, roofline, storage
+from nibblas import cli, dispatch, evidence, roofline, storage, terminal
 from nibblas.bench import doctor, operands, probe, sweep
 from nibblas.kernels import kernels
 from nibblas.problem import OPS
@@ -409,7 +409,7 @@ def test_quantize_tells_of_nan(run, model, tmp_path):
 
 
 def test_json_is_json(capsys):
-    cli._print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": -float("inf")}})
+    terminal.print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": -float("inf")}})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"a": ["nan", ["inf", 1.5]], "b": {"c": "-inf"}}
 

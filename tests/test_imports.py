@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "nibblas"
 
 # A module may import modules of a lower level and of its own package folder.
 LEVELS = [
-    {"paths", "formats", "generated", "memory", "statistics", "targets", "terminal", "words"},
-    {"layouts"},
+    {"paths", "formats", "generated", "memory", "statistics", "targets", "words"},
+    {"layouts", "terminal"},
     {"tensor"},
     {"quantize", "reference", "problem"},
     {"roofline"},

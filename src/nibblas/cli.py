@@ -4,22 +4,18 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from nibblas.arena.commands import app as arena_app
 from nibblas.index.commands import app as index_app
-from nibblas.terminal import console_of_stdout, refuse
+from nibblas.terminal import AsJson, console_of_stdout, print_json, progress, refuse, table_of
 from nibblas.words import counted, time_text
 
 if TYPE_CHECKING:
@@ -49,7 +45,6 @@ app = typer.Typer(
 app.add_typer(arena_app, name="arena")
 app.add_typer(index_app, name="index")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Product = Annotated[Literal["linear", "grouped_linear", "gated_linear"], typer.Option(help="The operation to measure.")]
 Batch = Annotated[int, typer.Option("--L", min=1, help="Matrices in a batch, of linear.")]
 Groups = Annotated[
@@ -130,33 +125,6 @@ def _options(
     pass  # `run` takes --debug itself, wherever it stands
 
 
-# --- output --------------------------------------------------------------------------------------------------------
-
-
-def _print_json(data: Any) -> None:
-    from nibblas.storage import to_json
-
-    print(to_json(data))
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, as progress(done, total or 0, text); nothing where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def advance(done: int, total: int, text: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=f"{what} {escape(_shorten(text))}")
-
-        yield advance
-
-
-def _shorten(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"...{text[3 - most :]}"
-
-
 def _format(name: str, others: str = "") -> "Format":
     from nibblas.formats import FORMATS
 
@@ -206,10 +174,10 @@ def doctor(
     """
     from nibblas.bench.doctor import diagnose, print_diagnosis
 
-    with _progress("measuring") as advance:
+    with progress("measuring") as advance:
         found = diagnose(threads, again, progress=lambda device: advance(0, 0, device))
     if as_json:
-        _print_json(found.as_dict())
+        print_json(found.as_dict())
     else:
         print_diagnosis(found, console_of_stdout(MAX_WIDTH))
 
@@ -242,10 +210,10 @@ def report(
 
     place = device_called(device)
     refuse(context, f"{place} has no", threads=place.type != "cpu")
-    with _progress("report") as advance:
+    with progress("report") as advance:
         found = make(path, threads=threads, device=place, progress=advance)
     if as_json:
-        _print_json(found.as_dict())
+        print_json(found.as_dict())
     else:
         print_report(found, console_of_stdout(MAX_WIDTH))
 
@@ -307,7 +275,7 @@ def quantize(
     from nibblas.checkpoint.stream import quantize_checkpoint
     from nibblas.nn import DEFAULT_EXCLUDE
 
-    with _progress("quantize") as advance:
+    with progress("quantize") as advance:
         summary = quantize_checkpoint(
             source,
             target,
@@ -325,7 +293,7 @@ def quantize(
             blocks = counted(tensor.bad_blocks, "block")
             _show_warning(f"{tensor.name}: {blocks} held NaN or Inf and became NaN (--strict refuses)")
     if as_json:
-        _print_json(asdict(summary))
+        print_json(asdict(summary))
     else:
         _print_summary(summary, target, console_of_stdout(MAX_WIDTH))
 
@@ -431,7 +399,7 @@ def explain(
     with torch_threads(threads):
         found = _explanations(problem, place)
     if as_json:
-        _print_json(_explanations_as_dict(found))
+        print_json(_explanations_as_dict(found))
     else:
         _print_explanations(found, console_of_stdout(MAX_WIDTH))
     if not any(explanation.chosen for explanation in found):
@@ -526,7 +494,7 @@ def bench(
     written = output
     # A run that is stopped loses nothing: what was measured is written at once, or else to the store however this ends.
     try:
-        with _progress("bench") as advance:
+        with progress("bench") as advance:
             options["progress"] = advance
             if quantizes:
                 sweep_quantize(matrices, wanted, activations, **options)
@@ -540,7 +508,7 @@ def bench(
             # Not before the end, since it changes the choices. None, and a warning, where it can't be written.
             written = evidence.store().add(measurements)
     if as_json:
-        _print_json([result.as_dict() for result in results])
+        print_json([result.as_dict() for result in results])
     else:
         console = console_of_stdout(MAX_WIDTH)
         print_results(results, console)
@@ -587,7 +555,7 @@ def tune(
     place = device_called(device)
     refuse(context, f"{op} has no", L=op != "linear", G=op != "grouped_linear")
     refuse(context, f"{place} has no", threads=place.type != "cpu")
-    with _progress("tune") as advance:
+    with progress("tune") as advance:
         tuned = run(
             [(N, K) for N, K in (_sizes(shape, "NK") for shape in _some("SHAPES", shapes))],
             [rows for (rows,) in (_sizes(rows, "M") for rows in _some("--M", M))],
@@ -605,13 +573,6 @@ def tune(
 
 
 # --- what commands print -------------------------------------------------------------------------------------------
-
-
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
 
 
 def _bytes(count: int) -> str:
@@ -653,7 +614,7 @@ def _print_inspection(found: "Report", console: Console) -> None:
     if found.tensors:
         writers = sorted({tensor.layout for tensor in found.tensors})
         print_(f"  {counted(len(found.tensors), 'FP4 tensor')}, stored as by {', '.join(writers)}")
-        table = _table("tensor", "format", "shape", "block scales", "global scale", right=("shape",))
+        table = table_of("tensor", "format", "shape", "block scales", "global scale", right=("shape",))
         for tensor in found.tensors:
             scale = tensor.scale
             spread = f"{scale.min:.3g} to {scale.max:.3g}" if scale and scale.min is not None else ""
@@ -742,9 +703,7 @@ def _print_explanations(found: Sequence["Explanation"], console: Console) -> Non
     print_(f"[bold]{first.problem}[/]")
     print_(first.floor_in_words)
     layouts = ["weights in"] if first.problem.op != "quantize" else []
-    table = _table("kernel", *layouts, "time", "of floor", "why", right=("time", "of floor"))
-    for column in table.columns[-3:-1]:
-        column.no_wrap = True
+    table = table_of("kernel", *layouts, "time", "of floor", "why", right=("time", "of floor"))
     unable: list[str] = []
     for i, (problem, candidate) in enumerate(rows):
         kernel = candidate.kernel

@@ -349,19 +349,6 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def to_json(data: Any) -> str:
-    """JSON text. NaN and infinities, which JSON has no numbers for, are strings."""
-    return json.dumps(_plain(data), indent=2, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's bytes, row after row, on the CPU: (nbytes,) uint8."""
     if tensor.itemsize == 1:

@@ -1,4 +1,8 @@
-"""Words for numbers."""
+"""Words for numbers, and data as JSON."""
+
+import json
+import math
+from typing import Any
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}  # units, the shortest first
 
@@ -27,3 +31,16 @@ def time_text(seconds: float, digits: int = 3) -> str:
 def time_unit(seconds: float) -> str:
     """The longest unit that the time reaches; ns for what is shorter."""
     return next((unit for unit, size in reversed(TIMES.items()) if seconds >= size), "ns")
+
+
+def json_text(data: Any) -> str:
+    """JSON text. NaN and infinities, which JSON has no numbers for, are strings."""
+    return json.dumps(_plain(data), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -76,6 +76,18 @@ def test_wrong_usage(nibblas_index, arguments):
     assert nibblas_index(*arguments).exit_code == 2
 
 
+def test_a_search_is_as_wide_as_is_asked_for(nibblas_index, tmp_path, monkeypatch):
+    nibblas_index("add", write(tmp_path / "page.txt", PAGE))
+
+    def width() -> int:
+        return max(map(len, nibblas_index("search", "toy").stdout.splitlines()))
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert width() > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    assert width() <= 80
+
+
 def test_search_and_show(nibblas_index, tmp_path):
     nibblas_index("add", write(tmp_path / "page.txt", PAGE))
     done = nibblas_index("search", "toy", "submission", "--json")

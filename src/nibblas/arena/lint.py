@@ -20,10 +20,8 @@ from queue import Empty, Queue
 from typing import IO, Any, Literal
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -38,6 +36,7 @@ from nibblas.arena.problem import TASK_FILE, ArenaError, Case, Task, read_task
 from nibblas.arena.record import Mode
 from nibblas.arena.show import clean
 from nibblas.arena.wire import same_bytes
+from nibblas.terminal import table_of
 
 BUDGET = 60.0  # seconds for a case
 STARTING = 300.0  # seconds, beyond that, for a process to import torch and the problem
@@ -344,10 +343,8 @@ def print_lint(found: Sequence[CaseLint], console: Console) -> None:
 
 
 def _print_mutants(found: Sequence[CaseLint], names: Sequence[str], console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("a kernel with this fault", no_wrap=True)
-    table.add_column("would pass")
-    table.add_column("because")
+    fault = "a kernel with this fault"
+    table = table_of(fault, "would pass", "because", whole=[fault], edge=False)
     for mutant in MUTANTS:
         for outcome, why in (("accepted", "the check takes it"), ("unseen", "no input shows it")):
             where = [name for name, case in zip(names, found, strict=True) if case.mutants.get(mutant.name) == outcome]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -16,6 +15,7 @@ from rich.text import Text
 from nibblas.arena.coverage import gaps
 from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
 from nibblas.statistics import quartiles
+from nibblas.terminal import table_of
 from nibblas.words import counted, time_text
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -181,11 +181,9 @@ def _print_cases(kind: str, cases: Sequence[CaseResult], console: Console) -> No
     is_timed = any(case.statistics for case in cases)
     shared = shared_values(cases)
     _heading(console, kind.capitalize(), "; ".join(shared))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("case", overflow="fold", min_width=12)
-    table.add_column("verdict", no_wrap=True)
-    for header in ("ulp", "of RMS", *(("median", "interval", "of floor", "n") if is_timed else ())):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers = ("ulp", "of RMS", *(("median", "interval", "of floor", "n") if is_timed else ()))
+    table = table_of("case", "verdict", *numbers, right=numbers, whole=["verdict"], edge=False)
+    table.columns[0].min_width = 12
     for case in cases:
         e = main_errors(case)
         cells = [escape(clean(short_text(case, shared), 400)), _verdict(case.verdict)]
@@ -257,11 +255,9 @@ def comparison_in_words(ratio: PairedRatio) -> str:
 
 
 def _print_comparison(comparison: Comparison, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("case", overflow="fold", min_width=12)
-    for header in ("ratio", "interval", "against itself"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("so it is")
+    numbers = ("ratio", "interval", "against itself")
+    table = table_of("case", *numbers, "so it is", right=numbers, edge=False)
+    table.columns[0].min_width = 12
     for r in comparison.ratios:
         table.add_row(
             escape(clean(r.text, 400)),

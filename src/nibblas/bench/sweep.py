@@ -15,7 +15,6 @@ from functools import partial
 from statistics import geometric_mean
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -38,6 +37,7 @@ from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
 from nibblas.statistics import Ratio, paired_ratio, quartiles
+from nibblas.terminal import table_of
 from nibblas.words import counted, time_text
 
 TORCH = {"torch bf16": torch.bfloat16, "torch fp32": torch.float32}
@@ -425,13 +425,10 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("M", justify="right", no_wrap=True)
-    if results[0].problem.rule:
-        table.add_column("rule", no_wrap=True)
-    table.add_column("kernel", overflow="fold", min_width=18)
-    for header in ("time", "spread", "of floor", f"vs {results[0].baseline}", "error"):
-        table.add_column(header, justify="right", no_wrap=True)
+    rule = ["rule"] if results[0].problem.rule else []
+    numbers = ("time", "spread", "of floor", f"vs {results[0].baseline}", "error")
+    table = table_of("M", *rule, "kernel", *numbers, right=("M", *numbers), whole=rule)
+    table.columns[len(rule) + 1].min_width = 18
     for result in results:
         for i, timed in enumerate(result.timed):
             last = i == len(result.timed) - 1

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nibblas.formats import E4M3, E8M0, FORMATS, ScaleCode, as_format
 from nibblas.layouts import LINEAR, BLOCKED_128x4, Layout, as_layout
-from nibblas.storage import Entry, Header, StorageError, read_header, read_json, to_json, weight_map
-from nibblas.words import counted
+from nibblas.storage import Entry, Header, StorageError, read_header, read_json, weight_map
+from nibblas.words import counted, json_text
 
 CHUNK_BYTES = 8 << 20
 # A global_scale outside is one that was stored as its inverse, or that wastes the range of e4m3.
@@ -158,7 +158,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON."""
-        return to_json(dataclasses.asdict(self))
+        return json_text(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,17 @@
 import sqlite3
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from nibblas.terminal import AsJson, console_of_stdout, print_json, progress
 from nibblas.words import counted, time_text
 
 if TYPE_CHECKING:
@@ -30,10 +31,9 @@ app = typer.Typer(
 Database = Annotated[
     Path | None, typer.Option("--db", help="The index; index.sqlite in nibblas's cache by default.", show_default=False)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 SHOWN_REASONS = 12
 SHOWN_OF_A_REASON = 3
-PIPED_WIDTH = 160  # columns of a table that goes to no terminal
+RESULTS_WIDTH = 160  # columns of a search's table that goes to no terminal
 
 
 @app.command(no_args_is_help=True)
@@ -110,10 +110,10 @@ def add(
         if own:
             report += ingest.add_own(store)
         if paths:
-            with _progress("import") as advance:
+            with progress("import") as advance:
                 report += ingest.add(store, paths, options, advance)
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
         _print_report(report)
 
@@ -128,7 +128,7 @@ def scan(db: Database = None) -> None:
     """
     from nibblas.index import ingest
 
-    with _writing(db, make=False) as store, _progress("scan") as advance:
+    with _writing(db, make=False) as store, progress("scan") as advance:
         count = ingest.scan(store, advance)
     print(f"{counted(count, 'file')} read by newer rules" if count else "every file was read by the rules as they are")
 
@@ -189,7 +189,7 @@ def search(
         query = Query(" ".join(words), operation=operation, hardware=hardware, limit=limit)
         found = read.search(catalog, query, facets=False)
     if as_json:
-        _print_json(plain(found))
+        print_json(plain(found))
     else:
         _print_results(found)
 
@@ -213,7 +213,7 @@ def show(
     with _reading(db) as catalog:
         dossier = read.implementation(catalog, name, ["source"] if source else [])
     if as_json:
-        _print_json(plain(dossier))
+        print_json(plain(dossier))
     elif source:
         _print_source(dossier)
     else:
@@ -260,7 +260,7 @@ def export(
     """
     from nibblas.index.export import export as write
 
-    with _reading(db) as catalog, _progress("export") as advance:
+    with _reading(db) as catalog, progress("export") as advance:
         made = write(catalog, site, advance)
     print(f"{site / 'index.html'}: {counted(made.pages, 'page')}, {made.bytes / 1e6:,.1f} MB")
 
@@ -374,7 +374,7 @@ def check(db: Database = None) -> None:
 
     - `nibblas index check`
     """
-    with _writing(db, make=False) as store, _progress("check") as advance:
+    with _writing(db, make=False) as store, progress("check") as advance:
         wrong = store.check(advance)
         count = len(store.digests())
     for line in wrong:
@@ -422,28 +422,6 @@ def _in_words(path: Path) -> Iterator[None]:
         raise StoreError(str(error.args[0] if error.args else error)) from None
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, as progress(done, total, text); nothing where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-
-        def advance(done: int, total: int, text: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=f"{what} {escape(text[-40:])}")
-
-        yield advance
-
-
-def _print_json(data: Any) -> None:
-    from nibblas.storage import to_json
-
-    print(to_json(data))
-
-
 def _print_report(report: "Report") -> None:
     done = {"added": report.added, "revised": report.revised, "updated": report.updated, "unchanged": report.unchanged}
     print(", ".join(f"{count:,} {name}" for name, count in done.items() if count) or "nothing added")
@@ -478,7 +456,7 @@ def _print_results(found: "Results") -> None:
             f"{time_text(fastest.figure.value)}{' claimed' if fastest.claimed else ''}" if fastest else "",
             card.licence_concluded or "unknown",
         )
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+    console_of_stdout(piped=RESULTS_WIDTH).print(table)
     if found.total > len(found.cards):
         print(f"{found.total:,} found, {len(found.cards)} shown")
 
