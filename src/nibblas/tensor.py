@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ class ScaledTensor:
     scale: Tensor
     format: Format
     global_scale: Tensor | None = None
-    layout: Layout = LINEAR
-    data_layout: Layout = LINEAR
+    layout: Layout = field(default_factory=lambda: LINEAR)  # torch.compile of torch 2.11 takes no default of our types
+    data_layout: Layout = field(default_factory=lambda: LINEAR)
     scale_rule: str | None = None
     rotation: int = 0
     matrix: tuple[int, int] | None = None
