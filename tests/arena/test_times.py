@@ -172,6 +172,12 @@ def test_a_timer_that_lies_in_most_calls_is_found():
     assert found.severity == "refuse"
 
 
+def test_a_single_long_call_that_says_so_is_no_fault():
+    claims = [*around(500e3, 5e3, 5), 1.5e9]
+    seen = [ns + EMPTY + 60e3 for ns in claims[:-1]] + [claims[-1] + EMPTY - 1e6]
+    assert timing.unseen_time(samples(claims, seen, "event"), EMPTY, "event") is None
+
+
 def test_how_long_the_device_was_kept_busy_is_no_unseen_time():
     claims, leads = around(20e3, 1e3, 30), around(10e6, 1e6, 30, 1)
     seen = [ns + lead + EMPTY for ns, lead in zip(claims, leads, strict=True)]
