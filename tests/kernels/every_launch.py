@@ -1,8 +1,9 @@
 """Launches every kernel that is made for this GPU, at small sizes, for a tool such as compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python tests/kernels/every_launch.py [SHARE SHARES]
+    compute-sanitizer --tool memcheck python tests/kernels/every_launch.py [SHARE SHARES [WITHOUT]]
 
-Several processes may take shares of it: number SHARE, from 0, of SHARES. Operands are made on the CPU and copied, so
+Several processes may take shares of it: number SHARE, from 0, of SHARES. Kernels whose names hold WITHOUT are left out.
+Operands are made on the CPU and copied, so
 that initcheck knows them as written. Results are not looked at: test_kernels.py compares them. Prints how often each
 kernel was launched.
 """
@@ -26,6 +27,7 @@ from nibblas.kernel import PLAIN, Kernel
 from nibblas.kernels import kernels
 from nibblas.problem import DTYPES, Problem, arch_of
 
+torch.set_num_threads(1)  # several processes at once would wait for each other
 CUDA = torch.device("cuda", 0)
 generator = torch.Generator().manual_seed(0)
 
@@ -86,21 +88,23 @@ def quantize(kernel: Kernel) -> Iterator[Launch]:
                 yield partial(kernel.launch, x, format, rule, None)
 
 
-def main(share: int = 0, shares: int = 1) -> None:
-    here = [kernel for kernel in kernels() if arch_of(CUDA) in kernel.archs]
+def main(share: str = "0", shares: str = "1", without: str = "") -> None:
+    here = [
+        kernel for kernel in kernels() if arch_of(CUDA) in kernel.archs and not (without and without in kernel.name)
+    ]
     for dependent in (False, True):
         ops.dependent_launch(dependent)
         for kernel in here:
             if dependent and not kernel.name.startswith("cuda_linear_sm90"):
                 continue
             times = 0
-            for launch in islice(globals()[kernel.op](kernel), share, None, shares):
+            for launch in islice(globals()[kernel.op](kernel), int(share), None, int(shares)):
                 launch()
                 times += 1
             torch.cuda.synchronize()
             print(f"{kernel.name}{', dependent' * dependent}: {times}", flush=True)
-            assert times or share, f"{kernel} was never launched"
+            assert times or share != "0", f"{kernel} was never launched"
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
