@@ -537,3 +537,22 @@ def test_a_profiler_that_fails_is_no_fault_of_the_submission(arena, problem, wri
     assert found.verdict == "correct here"
     assert found.cases[0].statistics is not None
     assert "no profiler" in found.cases[0].traced.why_not
+
+
+def test_two_runs_do_not_write_one_record(problem, tmp_path, arena):
+    directory = problem("vector_add")
+    with (
+        records.only_writer(tmp_path / "record" / "record.json"),
+        pytest.raises(ArenaError, match="another run is writing this record"),
+    ):
+        arena(directory, directory / "submission.py")
+    assert arena(directory, directory / "submission.py").verdict == "correct here"
+    assert [path.name for path in (tmp_path / "record").iterdir()] == ["record.json"]
+
+
+def test_runs_that_start_together_name_their_records_apart(problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = problem("vector_add")
+    for _ in range(2):
+        assert CliRunner().invoke(app, ["run", str(directory), str(directory / "submission.py")]).exit_code == 0
+    assert len(list(tmp_path.glob("arena-vector_add-*.json"))) == 2

@@ -5,6 +5,7 @@ import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated
 
 import typer
@@ -84,7 +85,7 @@ def _run(
     resumed = None if resume is None else records.read(resume)
     if resumed is not None and resumed.complete:
         raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
-    path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}.json")
+    path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}-{token_hex(2)}.json")
     path = path.absolute()
     # An end by SIGTERM, as by Ctrl-C, leaves a record that can be resumed.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)

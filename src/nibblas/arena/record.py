@@ -4,11 +4,14 @@ One JSON document a run. record.schema.json beside this file describes it field 
 same as a table. A number that is not finite (a time that a submission claims, for instance) is written as null.
 """
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -315,6 +318,31 @@ def commit(seed: int, salt: str) -> str:
 def write(record: Record, path: Path) -> None:
     """Write the record so that a reader finds the old or the new one, never a part."""
     write_atomically(path, record.to_json())
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Within, no other process may enter this for the same record: BlockingIOError there.
+
+    The lock is on a file beside the record, which goes when the block is left; of a process that was killed the file
+    stays, and is no lock.
+    """
+    beside = path.with_name(f".{path.name}.writer")
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(beside, "ab")  # noqa: SIM115
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not beside.exists() or os.fstat(file.fileno()).st_ino != beside.stat().st_ino:
+                continue  # its last holder has just taken it away
+            try:
+                yield
+            finally:
+                beside.unlink(missing_ok=True)
+            return
 
 
 def read(path: Path) -> Record:
