@@ -299,6 +299,10 @@ def test_paths_and_names_that_are_none(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"absent/x\.safetensors: there is no folder absent"):
         save("absent/x.safetensors", {"w": w})
     assert not list(tmp_path.iterdir())
+    os.mkfifo("pipe")
+    with pytest.raises(StorageError, match="pipe is a device, pipe or socket, need a regular file"):
+        save("pipe", {"w": w})
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("device", ["abacus", pytest.param("cuda", marks=no_gpu), pytest.param("cuda:7", marks=no_gpu)])

@@ -14,12 +14,10 @@ metadata in random order, nor check a file's offsets without mapping it, nor rea
 import json
 import math
 import os
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from nibblas.formats import as_format
 from nibblas.layouts import as_layout
+from nibblas.paths import atomic_file, why_not_replaced
 from nibblas.tensor import ScaledTensor
 
 VERSION = 1
@@ -308,6 +307,11 @@ def save(
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"save: path is a {type(path).__name__}, need a path (the tensors come second)")
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise StorageError(f"save: {path}: there is no folder {path.parent}")
+    if reason := why_not_replaced(path):
+        raise StorageError(f"save: {path} {reason}")
     if not isinstance(tensors, Mapping):
         raise TypeError(f"save: tensors is a {type(tensors).__name__}, need a dict of tensors by name")
     metadata = dict(metadata or {})
@@ -324,7 +328,7 @@ def save(
     every = {name: tensor for items in stored.values() for name, tensor in items.items()}
     with atomic_file(path) as file:
         file.write(raw)
-        for name in parse_header(raw, Path(path)).entries:
+        for name in parse_header(raw, path).entries:
             file.write(as_bytes(every[name]).numpy().data)
 
 
@@ -355,42 +359,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
         # float4 and float8 have no copy of their own.
         tensor = tensor.view(torch.uint8)
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-@contextmanager
-def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when the block ends, synced to disk, and vanishes if the block raises."""
-    path = Path(path)
-    if path.is_dir():
-        raise StorageError(f"{path}: is a folder, need a file's name")
-    if not path.parent.is_dir():
-        raise StorageError(f"{path}: there is no folder {path.parent}")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            sync(file)
-        rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync(file: BinaryIO) -> None:
-    """Have all that was written on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def rename(temporary: Path, path: Path) -> None:
-    """Give a file its name, replacing another at once, on disk too."""
-    os.replace(temporary, path)
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[str, Tensor | ScaledTensor]:

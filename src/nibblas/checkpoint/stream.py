@@ -28,6 +28,7 @@ from nibblas.nn import DEFAULT_EXCLUDE
 from nibblas.nn.conversion import as_patterns, matches
 from nibblas.nn.packed import check_options
 from nibblas.ops import dequantize, format_for, quantize
+from nibblas.paths import atomic_file, rename, sync
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
     METADATA_KEY,
@@ -35,7 +36,6 @@ from nibblas.storage import (
     Header,
     StorageError,
     as_bytes,
-    atomic_file,
     encode_header,
     facts,
     parse_header,
@@ -43,8 +43,6 @@ from nibblas.storage import (
     parts,
     read_header,
     read_json,
-    rename,
-    sync,
     weight_map,
 )
 from nibblas.tensor import ScaledTensor
