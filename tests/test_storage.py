@@ -313,6 +313,17 @@ def test_load_names_a_device_that_is_not_there(tmp_path, device):
     assert load(tmp_path / "x", device=torch.device("cpu"))["w"].tolist() == [1, 1]
 
 
+def test_the_meta_device_has_nothing_to_save_or_load(tmp_path):
+    w = random_tensor(NVFP4, 2, 16, global_scale=torch.tensor(1.0))
+    empty = {"w": w.to("meta"), "x": torch.ones(2), "y": torch.ones(2, device="meta")}
+    with pytest.raises(StorageError, match=r"^save: w, w\.scale, w\.global_scale, y on the meta device"):
+        save(tmp_path / "a", empty)
+    assert not any(tmp_path.iterdir())
+    save(tmp_path / "a", {"w": w})
+    with pytest.raises(StorageError, match="can't read .*a to device 'meta'"):
+        load(tmp_path / "a", "meta")
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     save(tmp_path / "a", {"w": torch.zeros(4)})
     before = (tmp_path / "a").read_bytes()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -296,8 +297,9 @@ def save(
     Equal tensors and metadata give equal bytes. `metadata` is for strings of your own, as safetensors has them.
 
     Raises TypeError where path is no path, tensors no mapping, or one of them no tensor. Raises StorageError for a path
-    that is no file's, a name that is no string, a dtype safetensors can't hold, two tensors of one stored name,
-    metadata that is not strings or uses the key "nibblas", and a global_scale that is not finite.
+    that is no file's, a name that is no string, a dtype safetensors can't hold, a tensor on the meta device, two
+    tensors of one stored name, metadata that is not strings or uses the key "nibblas", and a global_scale that is not
+    finite.
 
     >>> import torch, tempfile, os
     >>> path = os.path.join(tempfile.mkdtemp(), "w.safetensors")
@@ -320,12 +322,14 @@ def save(
     if odd := [name for name in tensors if not isinstance(name, str)]:
         raise StorageError(f"save: names need to be strings, got {', '.join(map(repr, odd))}")
     stored = {name: parts(name, tensor) for name, tensor in tensors.items()}
+    every = {name: tensor for items in stored.values() for name, tensor in items.items()}
+    if empty := [name for name, tensor in every.items() if tensor.is_meta]:
+        raise StorageError(f"save: {', '.join(empty)} on the meta device, which holds no data")
     scaled = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ScaledTensor)}
     for name, tensor in scaled.items():
         _check_global_scale("save", name, tensor)
     groups = {group: [part(name, tensor) for name, tensor in items.items()] for group, items in stored.items()}
     raw = encode_header(groups, {name: facts(tensor) for name, tensor in scaled.items()}, metadata)
-    every = {name: tensor for items in stored.values() for name, tensor in items.items()}
     with atomic_file(path) as file:
         file.write(raw)
         for name in parse_header(raw, path).entries:
@@ -367,7 +371,7 @@ def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[st
     `save` of them gives the same file where that was saved without `metadata`.
 
     Raises StorageError for a file that is damaged, that another program wrote, or that lacks a part, and for a device
-    that isn't there.
+    that isn't there or that safetensors can't read to (meta).
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"load: path is a {type(path).__name__}, need a path")
@@ -382,7 +386,10 @@ def load(path: str | os.PathLike, device: torch.device | str = "cpu") -> dict[st
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts that it has it
         raise StorageError(f"load: there is no device {str(device)!r} here: {error}") from error
-    stored = load_file(path, device=str(place))
+    try:
+        stored = load_file(path, device=str(place))
+    except SafetensorError as error:
+        raise StorageError(f"load: safetensors can't read {path} to device {str(place)!r}: {error}") from error
     tensors: dict[str, Tensor | ScaledTensor] = {}
     for name, fact in scaled.items():
         try:
