@@ -125,6 +125,14 @@ def test_a_bound_product_is_the_operator(monkeypatch):
         layer.bias = torch.nn.Parameter(torch.zeros(24))
         assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
         assert len(ran) == 4
+        for part in (*layer.buffers(), layer.bias):
+            layer(x)
+            ran.clear()
+            part.data = part.data.clone()  # as what moves weights to the host and back does
+            assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
+            assert not ran
+            assert torch.equal(layer(x), nb.linear(x, w, layer.bias))
+            assert len(ran) == 1
         twin = copy.deepcopy(layer)
         twin.weight.zero_()
         assert torch.equal(twin(x), layer.bias.expand(2, 5, 24))

@@ -62,11 +62,22 @@ class _Bound(NamedTuple):
     run: Callable[[Tensor, Tensor], None]  # x as a matrix (M, K), y (M, N)
     weight: ScaledTensor
     bias: Tensor | None
-    bias_at: int  # its address
+    places: tuple[int, ...]  # their addresses, which `tensor.data = ...` changes
     shape: tuple[int, ...]  # of y
     strides: tuple[int, ...]
     device_type: str
     age: int  # of the choice: dispatch.age
+
+
+def _places(w: ScaledTensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Addresses of a weight's parts and a bias, 0 for what there is none of."""
+    factor = w.global_scale
+    return (
+        w.data.data_ptr(),
+        w.scale.data_ptr(),
+        0 if factor is None else factor.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
 
 
 # Products that a layer keeps bound: of so many shapes of x, and threads.
@@ -281,7 +292,7 @@ class FP4Linear(PackedModule):
             and w.scale is held["weight_scale"]
             and w.global_scale is held["weight_global_scale"]
             and bias is self._parameters["bias"]
-            and (bias is None or bias.data_ptr() == bound.bias_at)
+            and _places(w, bias) == bound.places
             and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
             and bound.age == age()
             and x.is_contiguous()
@@ -300,8 +311,7 @@ class FP4Linear(PackedModule):
             or self._activations != "none"
         ):
             return
-        at, place = 0 if bias is None else bias.data_ptr(), (tuple(y.shape), y.stride(), y.device.type)
-        bound = _Bound(lambda x, y: None, w, bias, at, *place, age())
+        bound = _Bound(lambda x, y: None, w, bias, _places(w, bias), tuple(y.shape), y.stride(), y.device.type, age())
         if not self._holds(bound, x):
             return
         with on_device(w.device):
