@@ -320,7 +320,7 @@ def test_the_meta_device_has_nothing_to_save_or_load(tmp_path):
         save(tmp_path / "a", empty)
     assert not any(tmp_path.iterdir())
     save(tmp_path / "a", {"w": w})
-    with pytest.raises(StorageError, match="can't read .*a to device 'meta'"):
+    with pytest.raises(StorageError, match=r"can't read .*a to device 'meta'"):
         load(tmp_path / "a", "meta")
 
 
