@@ -503,10 +503,10 @@ def test_explain_takes_sizes_and_dtypes_as_options(run):
     }
 
 
-def test_explain_without_a_measured_device(run):
-    status, text, _ = run("explain")
+def test_explain_without_a_measured_device(run, measured):
+    status, text, _ = run("explain", "--threads", "3")
     assert status == 0
-    assert "floor unknown: `nibblas doctor`" in text
+    assert "floor unknown: `nibblas doctor --threads 3` measures" in text
     assert "%" not in text
 
 

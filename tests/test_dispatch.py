@@ -271,7 +271,7 @@ def test_explain_prints_every_kernel(setting):
 def test_explain_names_no_floor_from_assumed_rates(setting):
     setting.kernels, setting.line = [made("kernel", 1e-4)], replace(LINE, source="assumed")
     text = str(explain_problem(PROBLEM, CPU))
-    assert "floor unknown: `nibblas doctor` measures" in text
+    assert "floor unknown: `nibblas doctor --threads 1` measures" in text
     assert "%" not in text
 
 

@@ -54,13 +54,15 @@ class Explanation:
     problem: Problem
     floor: float
     floor_source: str
+    threads: int  # of the CPU; 0 on other devices
     chosen: Kernel | None
     candidates: tuple[Candidate, ...]
 
     @property
     def floor_in_words(self) -> str:
         if self.floor_source == "assumed":
-            return "floor unknown: `nibblas doctor` measures this device once"
+            threads = f" --threads {self.threads}" if self.threads else ""
+            return f"floor unknown: `nibblas doctor{threads}` measures this device once"
         return f"floor {time_text(self.floor)} (bandwidth and rates {self.floor_source})"
 
     def share(self, candidate: Candidate) -> str:
@@ -166,7 +168,7 @@ def explain_problem(problem: Problem, device: torch.device) -> Explanation:
     line = roofline(device, threads)
     candidates = tuple(rank(problem, device, threads))
     chosen = candidates[0].kernel if candidates and candidates[0].why_not is None else None
-    return Explanation(problem, line.floor(problem), line.source, chosen, candidates)
+    return Explanation(problem, line.floor(problem), line.source, threads, chosen, candidates)
 
 
 _age = 0
