@@ -185,6 +185,21 @@ def test_what_looks_on_sees_the_operator(storage):
                 assert any("nibblas" in name and "linear" in name for name in seen)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning", NO_COMPILER)
+@pytest.mark.parametrize("options", [{}, {"rotation": 16}, {"activations": "fp4"}], ids=str)
+@pytest.mark.parametrize("shape", [(64,), (5, 64)], ids=str)
+def test_a_graph_takes_other_batches(storage, shape, options):
+    layer, x, other = FP4Linear.from_linear(linear(), **options), draw(3, *shape), draw(7, *shape, seed=7)
+    with torch.no_grad():
+        graphs = [
+            torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("b", max=64)},), strict=strict)
+            for strict in (False, True)
+        ]
+        traced = torch.jit.trace(layer, x, check_trace=False)
+        for graph in (*(graph.module() for graph in graphs), traced):
+            assert torch.equal(graph(other), layer(other))
+
+
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
 def test_leading_dimensions(storage, leading):
     layer = FP4Linear.from_linear(linear())

@@ -454,12 +454,36 @@ def test_compile_without_a_break(format):
 
     def layers(x):
         quantized = nb.quantize(x, format)
-        return nb.linear(x, w) + nb.linear(quantized, w, out_dtype=x.dtype) + nb.gated_linear(x, w, w)
+        into = nb.linear(x, w, out=torch.empty(len(x), 24))
+        return into + nb.linear(x, w) + nb.linear(quantized, w, out_dtype=x.dtype) + nb.gated_linear(x, w, w)
 
     compiled = torch.compile(layers, fullgraph=True, dynamic=True)
     for M in (1, 5, 128, 129):
         x = torch.randn(M, 64)
         torch.testing.assert_close(compiled(x), layers(x))
+
+
+PRODUCTS = {
+    "linear": lambda x, w: nb.linear(x, w),
+    "linear, out": lambda x, w: nb.linear(x, w, out=torch.empty(*x.shape[:-1], 24)),
+    "linear, strided out": lambda x, w: nb.linear(x, w, out=torch.empty(*x.shape[:-1], 48)[..., ::2]),
+    "matmul": lambda x, w: nb.matmul(w, x),
+    "gated": lambda x, w: nb.gated_linear(x, w, w),
+    "quantize": lambda x, w: nb.linear(nb.quantize(x, nb.NVFP4), w, out_dtype=x.dtype),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_a_graph_takes_other_batches(product):
+    class Product(torch.nn.Module):
+        def forward(self, x):
+            return product(x, w)
+
+    w, x, other = weights("nvfp4", 24, 64), torch.randn(3, 5, 64), torch.randn(7, 5, 64)
+    graph = torch.export.export(Product(), (x,), dynamic_shapes={"x": {0: torch.export.Dim("b", max=64)}})
+    assert torch.equal(graph.module()(other), product(other, w))
+    assert torch.equal(torch.jit.trace(Product(), x, check_trace=False)(other), product(other, w))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -1,5 +1,6 @@
 """The public operations: each checks its operands and calls the operator of the same name (operators.py)."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -125,6 +126,8 @@ def _check_out(
 
 def _overlaps_itself(t: Tensor) -> bool:
     """Whether elements of t may lie in one place: a dimension is stepped through within the span of smaller ones."""
+    if t.is_contiguous():
+        return False
     span = 1
     for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
         if stride < span:
@@ -181,12 +184,17 @@ def _has_one_scale(x: Operand) -> bool:
     return isinstance(x, Tensor) or x.global_scale is None or not x.global_scale.ndim
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """(..., K) -> (rows, K), with no size made a constant of a graph."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+
+
 def _as_matrix(op: str, x: Operand) -> Operand:
     if isinstance(x, ScaledTensor):
         if not _has_one_scale(x):
             raise ValueError(f"{op}: x {x} has one global_scale a matrix, need one for all (matmul takes either)")
         return x if x.ndim == 2 else x.flatten_rows()
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return as_rows(x)
 
 
 def linear(
@@ -247,13 +255,12 @@ def _linear(
 
 def _write(run, out: Tensor) -> None:
     """Run into out as a matrix (rows, N), through a copy if out can't be viewed as one whose rows are runs."""
-    shape = (out.shape[:-1].numel(), out.shape[-1])
     if out.ndim == 2 and out.stride(-1) == 1:
         run(out)
     elif out.is_contiguous():
-        run(out.view(shape))
+        run(as_rows(out))
     else:
-        rows = out.new_empty(shape)
+        rows = out.new_empty((math.prod(out.shape[:-1]), out.shape[-1]))
         run(rows)
         out.copy_(rows.view(out.shape))
 
@@ -598,7 +605,7 @@ def quantize(
     x, target, rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
     if rotation:
         x = rotate(x, rotation)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = as_rows(x)
     if given is None or not given.ndim:
         data, scale, own = torch.ops.nibblas.quantize(rows, given, target.name, rule, kernel)
         given = own if target.has_global_scale else None

@@ -19,7 +19,7 @@ from nibblas.kernel import Kernel
 from nibblas.kernels.torch_linear import decode
 from nibblas.nn.packed import PackedModule, check_dtype, check_options
 from nibblas.operators import as_arguments, bind_linear, on_device
-from nibblas.ops import check_tensor
+from nibblas.ops import as_rows, check_tensor
 from nibblas.problem import Problem
 from nibblas.quantize import rotate
 from nibblas.roofline import threads_of
@@ -331,7 +331,7 @@ class FP4Linear(PackedModule):
         if torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
                 return self.forward(x.to(torch.get_autocast_dtype(device.type)))
-        y = self._multiply(x.reshape(x.shape[:-1].numel(), self.in_features), x.dtype)
+        y = self._multiply(as_rows(x), x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
