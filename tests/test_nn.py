@@ -200,6 +200,18 @@ def test_a_graph_takes_other_batches(storage, shape, options):
             assert torch.equal(graph(other), layer(other))
 
 
+@pytest.mark.parametrize("options", [{}, {"rotation": 16}, {"activations": "fp4"}], ids=str)
+def test_shapes_come_of_the_meta_device(options):
+    layer = FP4Linear(64, 24, device="meta", **options)
+    for _ in range(2):
+        with torch.no_grad():
+            y = layer(torch.empty(2, 3, 64, device="meta", dtype=torch.bfloat16))
+        assert (y.device.type, y.shape, y.dtype) == ("meta", (2, 3, 24), torch.bfloat16)
+    ids = torch.empty(5, 2, device="meta", dtype=torch.int64)
+    y = FP4Experts(4, 32, 64, device="meta")(torch.empty(5, 64, device="meta"), ids, ids.float())
+    assert (y.device.type, y.shape) == ("meta", (5, 64))
+
+
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (0,), (2, 0)], ids=str)
 def test_leading_dimensions(storage, leading):
     layer = FP4Linear.from_linear(linear())

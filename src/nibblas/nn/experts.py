@@ -1,5 +1,6 @@
 """FP4Experts: a mixture of experts with FP4 weights."""
 
+from contextlib import nullcontext
 from typing import Self
 
 import torch
@@ -120,7 +121,8 @@ class FP4Experts(PackedModule):
         Under autocast too: of transformers' experts, the sum over a token's experts also has x's dtype.
         """
         check_tensor("FP4Experts", "x", x)
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             return ops.moe(
                 x,
                 expert_ids,
