@@ -888,6 +888,11 @@ def test_layers_that_a_replacement_would_break_are_left():
     assert "meta device" in reasons["meta"]
     assert "TransformerEncoderLayer, which reads its weight" in reasons["encoder.linear1"]
     assert not any(isinstance(module, FP4Linear) for module in layers.modules())
+    lazy = convert(nn.Sequential(nn.LazyLinear(32), nn.LazyConv1d(2, 3), nn.LazyLinear(8), linear()), exclude=["2"])
+    assert [(layer.converted, layer.shape, layer.elements) for layer in conversion_report(lazy)] == [
+        (False, (), 0), (False, (), 0), (True, (24, 64), 24 * 64)
+    ]  # fmt: skip
+    assert left(lazy) == {"0": "is lazy, and has no weights before its first call", "2": "excluded by '2'"}
     reasons = left(convert(nn.ModuleDict({"a": linear(K=48)}), rotation=32))
     assert reasons["a"] == "K = 48 is not a multiple of rotation 32"
 

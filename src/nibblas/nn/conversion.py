@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from nibblas import ops
 from nibblas.formats import NVFP4, Format
@@ -129,8 +130,9 @@ def convert(
     for name, layer in layers.items():
         if reasons[name]:
             weight = layer.weight if isinstance(layer, nn.Linear) else layer.gate_up_proj
-            elements = sum(p.numel() for p in layer.parameters() if p.ndim >= 2)
-            reports[name] = LayerReport(name, False, reasons[name], tuple(weight.shape), elements, 0, 0.0, 0.0)
+            shape = () if is_lazy(weight) else tuple(weight.shape)
+            elements = sum(p.numel() for p in layer.parameters() if not is_lazy(p) and p.ndim >= 2)
+            reports[name] = LayerReport(name, False, reasons[name], shape, elements, 0, 0.0, 0.0)
             continue
         if progress is not None:
             progress(len(made), len(wanted), name)
@@ -187,7 +189,10 @@ def _excluded(name: str, include: Iterable[str], exclude: Iterable[str]) -> str:
 
 def _why_not(model: nn.Module, name: str, layer: nn.Module, format: Format, rotation: int) -> str:
     """Why a layer can't be converted, "" if it can."""
-    weights = [parameter for parameter in layer.parameters(recurse=False) if parameter.ndim >= 2]
+    parameters = list(layer.parameters(recurse=False))
+    if any(map(is_lazy, parameters)):
+        return "is lazy, and has no weights before its first call"
+    weights = [parameter for parameter in parameters if parameter.ndim >= 2]
     if any(weight.is_meta for weight in weights):
         return "its weights are on the meta device, not loaded"
     if any(weight.dtype not in DTYPE_NAMES for weight in weights):
