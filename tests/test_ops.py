@@ -609,6 +609,12 @@ def test_what_is_no_tensor_is_refused_by_name():
     refused(TypeError, "quantize: out is a Tensor", lambda: nb.quantize(x, nb.NVFP4, out=x))
     refused(TypeError, "quantize: kernel is 3", lambda: nb.quantize(x, nb.NVFP4, kernel=3))
     refused(TypeError, "quantize: global_scale is a str", lambda: nb.quantize(x, nb.NVFP4, global_scale="a"))
+    refused(TypeError, "quantize: x is a ndarray, need a Tensor", lambda: nb.quantize(x.numpy(), nb.NVFP4))
+    sparse = x.to_sparse()
+    refused(TypeError, "quantize: x is torch.sparse_coo, need a dense", lambda: nb.quantize(sparse, nb.NVFP4))
+    refused(TypeError, "linear: x is torch.sparse_coo, need a dense", lambda: nb.linear(sparse, w))
+    refused(TypeError, "matmul: b is torch.sparse_coo, need a dense", lambda: nb.matmul(w, sparse))
+    refused(TypeError, "FP4Linear: x is torch.sparse_coo", lambda: nb.nn.FP4Linear(64, 24)(sparse))
     meta = torch.ones((), device="meta")
     refused(
         ValueError,

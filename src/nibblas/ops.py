@@ -14,7 +14,7 @@ from nibblas.kernels import cuda_module
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
 from nibblas.operators import Operand, as_arguments, linear_problem, product_problem
-from nibblas.problem import DTYPE_NAMES, Problem, arch_of, operand_name
+from nibblas.problem import DTYPE_NAMES, Problem, arch_of, check_layout, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.quantize import dequantize as plain_dequantize
 from nibblas.tensor import ScaledTensor
@@ -41,6 +41,7 @@ def format_for(op: str, format: Format | str) -> Format:
 def check_tensor(op: str, name: str, t: Tensor | None) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} is a {type(t).__name__}, need a Tensor")
+    check_layout(op, name, t)
 
 
 def _check_weights(op: str, name: str, w: ScaledTensor, ndim: int | None) -> None:
@@ -602,6 +603,7 @@ def quantize(
     if strict and torch.compiler.is_compiling():
         raise NotImplementedError("quantize: strict=True reads values, which torch.compile can't trace")
     format = format_for("quantize", format)
+    check_tensor("quantize", "x", x)
     x, target, rule, given = check_arguments(x, format, scale_rule, global_scale, block_dim, rotation)
     if rotation:
         x = rotate(x, rotation)

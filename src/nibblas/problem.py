@@ -97,10 +97,19 @@ def bits(name: str) -> float:
     return DTYPES[name].itemsize * 8
 
 
+def check_layout(op: str, name: str, t: Tensor) -> None:
+    if t.layout != torch.strided:
+        raise TypeError(f"{op}: {name} is {t.layout}, need a dense tensor (to_dense makes one)")
+
+
 def operand_name(t: Tensor | ScaledTensor, op: str, name: str = "a tensor") -> str:
-    """The dtype or format name of an operand; raises TypeError with the operation's and its name for another dtype."""
+    """The dtype or format name of an operand; raises TypeError with the operation's and its name for another dtype.
+
+    And for a layout of torch's other than strided.
+    """
     if isinstance(t, ScaledTensor):
         return t.format.name
+    check_layout(op, name, t)
     try:
         return DTYPE_NAMES[t.dtype]
     except KeyError:
