@@ -107,7 +107,7 @@ def test_a_record_of_another_device_or_of_another_submission_is_made_anew(checko
     baseline.write_text(baseline.read_text() + "# faster\n")
     survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
     assert len(runs) == 4
-    monkeypatch.setattr("nibblas.arena.survey.device_name", lambda device: "another CPU")
+    monkeypatch.setattr("nibblas.arena.batch.device_name", lambda device: "another CPU")
     survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
     assert len(runs) == 6
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nibblas import evidence
+from nibblas.arena.batch import brief, device_kind, device_option, kept_run, markdown, sizes, times, where_and_when
 from nibblas.arena.measurements import measurements
 from nibblas.arena.problem import ArenaError, read_task
 from nibblas.arena.record import CaseResult, Record
 from nibblas.arena.submission import read_submission
-from nibblas.arena.survey import brief, device_of, kept_run, markdown, sizes, times, where_and_when
 from nibblas.generated import ROOT, Part
 
 MODULE = "nibblas.arena.contest"
@@ -87,7 +87,7 @@ def _run(
         return str(error)
     options = Options("benchmark", device, budget=budget, command=f"python -m {MODULE}, {name}")
     return kept_run(
-        folder / f"{name}.{device.split(':')[0]}.json", seconds, task, entry, options, against=baseline, resumes=True
+        folder / f"{name}.{device_kind(device)}.json", seconds, task, entry, options, against=baseline, resumes=True
     )
 
 
@@ -122,12 +122,12 @@ def main() -> None:
     given = parser.parse_args()
     if not (given.checkout / "problems").is_dir():
         parser.error(f"{given.checkout} has no folder problems")
-    given.device = device_of(parser, given.device)
+    given.device = device_option(parser, given.device)
     found = contest(given.checkout, given.records, given.device, given.budget, given.seconds, given.only)
     if given.evidence is not None:
         print(f"{given.evidence}: {add_evidence(found, given.evidence)} rows added", file=sys.stderr)
     if given.write:
-        PARTS[given.device.split(":")[0]].write(table(found))
+        PARTS[device_kind(given.device)].write(table(found))
     else:
         print(table(found))
 

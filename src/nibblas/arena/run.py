@@ -121,6 +121,8 @@ class _Run:
         self.record = self._first_record() if resumed is None else self._continued(resumed)
         self.start = len(self.record.protocol.seeds) - 1
         self.clocks = Clocks(self.device)
+        self.judge: JudgeProcess  # once it is started
+        self.contestants: list[Contestant] = []
 
     # --- the record
 
@@ -336,7 +338,7 @@ class _Run:
 
     def _stand_ins(self) -> tuple[str, ...]:
         used = {*self.record.stand_ins, *(self.judge.stand_ins if hasattr(self, "judge") else ())}
-        for contestant in getattr(self, "contestants", ()):
+        for contestant in self.contestants:
             used |= contestant.used
         return tuple(sorted(used))
 
