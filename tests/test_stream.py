@@ -323,13 +323,103 @@ def test_other_options_or_sources_are_refused_unless_overwritten(folder, tmp_pat
         quantize_checkpoint(other, out, "nvfp4")
     assert contents(out) == first
     shutil.copy(out / "model-1-of-2.safetensors", out / "model.safetensors")
-    with pytest.raises(StorageError, match=r"out/model\.safetensors was made from another source"):
+    with pytest.raises(StorageError, match=r"quantize: .*out/model\.safetensors would be replaced or removed; choose"):
         quantize_checkpoint(folder, out, "nvfp4")
     quantize_checkpoint(folder, out, "mxfp4", overwrite=True)
     assert not (out / "model.safetensors").exists()
     assert {type(tensor) for tensor in load_folder(out).values()} == {torch.Tensor, ScaledTensor}
     quantize_checkpoint(folder, tmp_path / "mx", "mxfp4")
     assert contents(out) == contents(tmp_path / "mx")
+
+
+def test_the_files_of_others_are_no_earlier_run_s(folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (folder / "README.md").write_text("of the model")
+    for name in ("README.md", "config.json", "model-1-of-2.safetensors"):
+        (out / name).write_text('{"mine": 1}')
+    (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (out / "notes.md").write_text("mine")
+    before = contents(out)
+    with pytest.raises(
+        StorageError,
+        match=r"^quantize: \S+/model-1-of-2\.safetensors, \S+/README\.md, \S+/config\.json would be replaced or "
+        r"removed; choose another output, or overwrite$",
+    ):
+        quantize_checkpoint(folder, out, "nvfp4")
+    assert contents(out) == before
+    quantize_checkpoint(folder, out, "nvfp4", overwrite=True)
+    quantize_checkpoint(folder, tmp_path / "want", "nvfp4")
+    assert contents(out) == contents(tmp_path / "want") | {"notes.md": b"mine"}
+
+
+def test_the_files_of_an_earlier_run_are_no_conflict(folder, tmp_path):
+    def stop(*call):
+        raise Killed
+
+    out = tmp_path / "out"
+    quantize_checkpoint(folder, out, "nvfp4")
+    (folder / "tokenizer.json").write_text("another")
+    (folder / "model.safetensors.sha256").write_text("is no weight")
+    for _ in range(2):
+        assert len(quantize_checkpoint(folder, out, "nvfp4").reused) == 2
+        assert contents(out)["tokenizer.json"] == b"another"
+    with pytest.raises(Killed):
+        quantize_checkpoint(folder, out, "mxfp4", overwrite=True, progress=stop)
+    for name in ("model-1-of-2.safetensors", "model-2-of-2.safetensors"):
+        (out / name).unlink()
+    quantize_checkpoint(folder, out, "mxfp4")
+    quantize_checkpoint(folder, tmp_path / "want", "mxfp4")
+    assert contents(out) == contents(tmp_path / "want")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_weights_that_no_run_made_are_never_removed(folder, tmp_path, overwrite):
+    out = tmp_path / "out"
+    quantize_checkpoint(folder, out, "nvfp4")
+    shutil.copy(out / "model-1-of-2.safetensors", out / "old.safetensors")
+    save_file({"w": torch.ones(2)}, out / "precious.safetensors")
+    (out / "other.safetensors.index.json").write_text('{"weight_map": {"w": "precious.safetensors"}}')
+    (out / "folder.safetensors").mkdir()
+    before = contents(out)
+    with pytest.raises(
+        StorageError,
+        match=r"^quantize: \S+out/folder\.safetensors, \S+out/other\.safetensors\.index\.json, "
+        r"\S+out/precious\.safetensors: weights that `nibblas quantize` did not make .*another folder, or remove them$",
+    ):
+        quantize_checkpoint(folder, out, "mxfp4", overwrite=overwrite)
+    assert contents(out) == before
+
+
+def test_an_earlier_run_s_shards_and_index_are_removed(folder, tmp_path):
+    out, one = tmp_path / "out", tmp_path / "one"
+    quantize_checkpoint(folder, out, "nvfp4")
+    (out / "model-3-of-3.safetensors.partial").write_bytes((out / "model-1-of-2.safetensors").read_bytes()[:-9])
+    one.mkdir()
+    save_file(weights(), one / "model.safetensors")
+    with pytest.raises(StorageError, match=r"model-2-of-2.*another source.*; \S+index\.json would be replaced or rem"):
+        quantize_checkpoint(one, out, "nvfp4")
+    quantize_checkpoint(one, out, "nvfp4", overwrite=True)
+    assert set(contents(out)) == {"model.safetensors", "config.json", "tokenizer.json", "extra/template.jinja"}
+
+
+def test_only_regular_files_are_replaced(folder, tmp_path):
+    source, pipe = folder / "model-1-of-2.safetensors", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for overwrite in (False, True):
+        with pytest.raises(StorageError, match="pipe is a device, pipe or socket, need a regular file"):
+            quantize_checkpoint(source, pipe, "nvfp4", overwrite=overwrite)
+    assert pipe.is_fifo()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "extra").write_text("a file")
+    with pytest.raises(StorageError, match=r"template\.jinja would lie in a file"):
+        quantize_checkpoint(folder, out, "nvfp4", overwrite=True)
+    (out / "extra").unlink()
+    (out / "config.json").symlink_to(folder / "config.json")
+    with pytest.raises(StorageError, match=r"out/config\.json is a link"):
+        quantize_checkpoint(folder, out, "nvfp4", overwrite=True)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
 
 
 def test_a_change_of_one_byte_is_noticed(tmp_path):

@@ -251,7 +251,11 @@ def quantize(
     ] = False,
     rotation: Annotated[int, typer.Option(help="Rotate blocks of this size first: 16, 32, 64 or 128.")] = 0,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Write OUT anew, whatever an earlier run left there.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Write OUT anew in place of files that are there, and remove weights of an earlier run; others stay.",
+        ),
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse weights with NaN or Inf; otherwise their blocks become NaN.")

@@ -162,11 +162,11 @@ class Header:
         return data.reshape(((end - start,) if partial else entry.shape[:-1]) + last)
 
 
-def read_header(path: str | os.PathLike) -> Header:
+def read_header(path: str | os.PathLike, *, unfinished: bool = False) -> Header:
     """The header of a safetensors file, without reading any tensor.
 
     Raises StorageError if the file is none, is truncated, or lists tensors that overlap, leave gaps, lie outside the
-    file or have another size than dtype and shape say.
+    file or have another size than dtype and shape say. With `unfinished` the file may end before its tensors do.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -184,7 +184,7 @@ def read_header(path: str | os.PathLike) -> Header:
         raw += file.read(length - 1)
     header = parse_header(raw, path)
     end = max((entry.end for entry in header.entries.values()), default=0)
-    if size != header.data_start + end:
+    if size != header.data_start + end and not unfinished:
         what = "truncated" if size < header.data_start + end else "too long"
         raise StorageError(f"{path}: {what}: it is {size} bytes, its header tells of {header.data_start + end}")
     return header

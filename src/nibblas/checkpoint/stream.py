@@ -7,6 +7,7 @@ finished file is kept unread. With `overwrite` nothing is kept. (Use it after a 
 process: the last bytes of a .partial may not have reached the disk.)
 """
 
+import filecmp
 import hashlib
 import json
 import math
@@ -28,7 +29,7 @@ from nibblas.nn import DEFAULT_EXCLUDE
 from nibblas.nn.conversion import as_patterns, matches
 from nibblas.nn.packed import check_options
 from nibblas.ops import dequantize, format_for, quantize
-from nibblas.paths import atomic_file, rename, sync
+from nibblas.paths import atomic_file, rename, sync, why_not_replaced
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
     METADATA_KEY,
@@ -65,6 +66,7 @@ TRANSPOSED = {
     **dict.fromkeys(("gpt_oss", "openai_privacy_filter", "llama4", "llama4_text"), FUSED_EXPERTS),
     **dict.fromkeys(("aria", "aria_text"), (*FUSED_EXPERTS, "*.experts.fc1.weight", "*.experts.fc2.weight")),
 }
+WEIGHT_ENDINGS = (".safetensors", ".safetensors.partial", ".safetensors.index.json")  # of what an output is read from
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".partial"}
 
 Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in all, tensor
@@ -242,7 +244,7 @@ class _Shard:
         )
 
     def conflict(self) -> Path | None:
-        """A file in the way that another source or other options made."""
+        """A file in the way that this run would neither keep nor go on with."""
         if self.target.exists() and not self.is_finished():
             return self.target
         if self.partial.exists():
@@ -362,8 +364,9 @@ def quantize_checkpoint(
         named "*expert*".
     exclude : patterns of names that are left as they are even if included; None is nn.DEFAULT_EXCLUDE, as of
         `nn.convert`.
-    overwrite : write all of dst anew; without it what an earlier run left there is kept, and what another source (its
-        size and time of change count) or other options left is an error.
+    overwrite : write all of dst anew, in place of what is there, and remove weights that an earlier run made from
+        another source. Without it, what an earlier run left is kept or gone on with, and it is an error if a file would
+        be replaced that another source (its size and time of change count), other options or something else made.
     strict : raise at the first tensor to quantize that holds NaN or Inf; without it those blocks become NaN, and the
         Summary counts them.
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
@@ -375,9 +378,10 @@ def quantize_checkpoint(
     Raises
     ------
     StorageError for a source that is damaged, incomplete or quantized already, for one without a tensor to quantize,
-    for weights known to be (K, N), for a dst that lies inside src or holds other files, and with `strict` for NaN and
-    Inf. ValueError for an unknown format, rule or rotation, and for a pattern that matches no tensor and is none of
-    DEFAULT_EXCLUDE. On any error, and when killed, an unfinished file has the name *.partial and none other.
+    for weights known to be (K, N), for a dst that lies inside src, for files in the way (even with `overwrite` what is
+    no regular file, and other weights that no run made), and with `strict` for NaN and Inf. ValueError for an unknown
+    format, rule or rotation, and for a pattern that matches no tensor and is none of DEFAULT_EXCLUDE. On any error, and
+    when killed, an unfinished file has the name *.partial and none other.
     """
     src, dst = Path(src), Path(dst)
     format = format_for("quantize", format)
@@ -395,7 +399,8 @@ def quantize_checkpoint(
     index = _index(src) if src.is_dir() else None
     shards = [_Shard(read_header(path), target, options, strict, {}) for path, target in _files(src, dst, index)]
     _check_source(src, shards, index, options)
-    _check_target(dst, shards, index, overwrite)
+    beside, left_out = _beside(src, dst, shards, index) if src.is_dir() else ({}, [])
+    _check_target(dst, shards, beside, overwrite)
 
     (dst if src.is_dir() else dst.parent).mkdir(parents=True, exist_ok=True)
     reused = [] if overwrite else [shard for shard in shards if shard.is_finished()]
@@ -414,7 +419,8 @@ def quantize_checkpoint(
     quantized = tuple(_summarised(shard, name) for shard in shards for name in shard.planned)
     if strict and (bad := [tensor.name for tensor in quantized if tensor.bad_blocks]):
         raise StorageError(f"quantize: {src}: {', '.join(bad)} held NaN or Inf when an earlier run wrote them (strict)")
-    left_out = _write_folder(src, dst, shards, index) if src.is_dir() else []
+    for path, content in beside.items():
+        _write(path, content)
     return Summary(
         format.name,
         rule,
@@ -528,19 +534,62 @@ def _model_types(config: Any) -> Iterator[str]:
             yield from _model_types(value)
 
 
-def _check_target(dst: Path, shards: list[_Shard], index: Path | None, overwrite: bool) -> None:
-    """Raise if other files are in the way, or with `overwrite` remove those that no new file will replace."""
+def _check_target(dst: Path, shards: list[_Shard], beside: dict[Path, Path | bytes], overwrite: bool) -> None:
+    """Raise if other files are in the way, or with `overwrite` remove an earlier run's that no new file will replace.
+
+    Where an earlier run left weights, finished or not, what lies beside them is taken for its own.
+    """
     ours = {path for shard in shards for path in (shard.target, shard.partial)}
-    ours |= {dst / index.name} if index else set()
-    stale = sorted(set(dst.glob("*.safetensors*")) - ours) if dst.is_dir() else []
-    conflicts = stale + [path for shard in shards if (path := shard.conflict())]
-    if conflicts and not overwrite:
+    there = {path for path in dst.iterdir() if path.name.endswith(WEIGHT_ENDINGS)} if dst.is_dir() else set()
+    stale = sorted(there - ours - beside.keys())
+    if foreign := [path for path in stale if not _is_made(path)]:
         raise StorageError(
-            f"quantize: {', '.join(map(str, conflicts))} was made from another source or with other options; "
-            "choose another output, or overwrite"
+            f"quantize: {_listed(foreign)}: weights that `nibblas quantize` did not make would lie among the new ones; "
+            "choose another folder, or remove them"
         )
+    todo = [shard for shard in shards if overwrite or not shard.is_finished()]
+    replaced = [path for shard in todo for path in (shard.target, shard.partial)]
+    replaced += [path for path, content in beside.items() if not _holds(path, content)]
+    for path in replaced:
+        if reason := why_not_replaced(path):
+            raise StorageError(f"quantize: {path} {reason}")
+    conflicts = stale + [other for shard in shards if (other := shard.conflict())]
+    if not any(map(_is_made, ours | there)):
+        conflicts += [path for path in replaced if path in beside and path.exists()]
+    if conflicts and not overwrite:
+        known = {None, *(shard.header.metadata[SOURCE_KEY] for shard in shards)}
+        others = [path for path in conflicts if _made_from(path) not in known]
+        rest = [path for path in conflicts if path not in others]
+        found = [f"{_listed(others)} was made from another source or with other options"] if others else []
+        found += [f"{_listed(rest)} would be replaced or removed"] if rest else []
+        raise StorageError(f"quantize: {'; '.join(found)}; choose another output, or overwrite")
     for path in stale:
         path.unlink()
+
+
+def _listed(paths: list[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _made_from(path: Path) -> str | None:
+    """The digest in the header of a file that an earlier run made or began; None for any other."""
+    if not path.is_file():
+        return None
+    try:
+        return read_header(path, unfinished=True).metadata.get(SOURCE_KEY)
+    except StorageError:
+        return None
+
+
+def _is_made(path: Path) -> bool:
+    """Whether an earlier run made this file of weights, or all that this index names."""
+    if not path.name.endswith(".index.json"):
+        return _made_from(path) is not None
+    try:
+        files = set(weight_map(path).values())
+    except (StorageError, OSError):
+        return False
+    return bool(files) and all(_made_from(path.with_name(file)) for file in files)
 
 
 def _digest(source: Header, options: Options) -> str:
@@ -573,8 +622,11 @@ def _lock(file: BinaryIO, path: Path) -> None:
             raise StorageError(f"quantize: another process is writing {path}") from None
 
 
-def _write_folder(src: Path, dst: Path, shards: list[_Shard], index: Path | None) -> list[str]:
-    """Copy what is not weights, then write index and config; the names of files that were not copied."""
+def _beside(
+    src: Path, dst: Path, shards: list[_Shard], index: Path | None
+) -> tuple[dict[Path, Path | bytes], list[str]]:
+    """What dst will hold beside its weights (a file to copy, or content), and the files of src that are left out."""
+    beside: dict[Path, Path | bytes] = {}
     left_out = []
     used = {shard.source.path.name for shard in shards} | {"config.json"} | ({index.name} if index else set())
     for path in sorted(src.rglob("*")):
@@ -584,25 +636,44 @@ def _write_folder(src: Path, dst: Path, shards: list[_Shard], index: Path | None
         hidden = any(piece.startswith(".") for piece in name.parts)
         if hidden or path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
             left_out.append(str(name))
-            continue
-        (dst / name).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "rb") as source, atomic_file(dst / name) as target:
-            shutil.copyfileobj(source, target)
+        else:
+            beside[dst / name] = path
     if index:
         content = read_json(index)
         files = {name: shard.target.name for shard in shards for name in shard.header.entries}
         known = content.get("metadata")
         metadata = dict(known) if isinstance(known, dict) else {}
         metadata["total_size"] = sum(shard.bytes_after for shard in shards)
-        _write_json(dst / index.name, {**content, "metadata": metadata, "weight_map": dict(sorted(files.items()))})
+        content = {**content, "metadata": metadata, "weight_map": dict(sorted(files.items()))}
+        beside[dst / index.name] = _json(content)
     config = src / "config.json"
     if config.is_file():
         quantization_config = {"quant_method": "nibblas", **shards[0].options.as_dict()}
-        content = {**read_json(config), "quantization_config": quantization_config}
-        _write_json(dst / "config.json", content)
-    return left_out
+        beside[dst / config.name] = _json({**read_json(config), "quantization_config": quantization_config})
+    return beside, left_out
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with atomic_file(path) as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _holds(path: Path, content: Path | bytes) -> bool:
+    """Whether a file has this content already."""
+    if not path.is_file():
+        return False
+    if isinstance(content, Path):
+        return filecmp.cmp(content, path, shallow=False)
+    return path.read_bytes() == content
+
+
+def _write(path: Path, content: Path | bytes) -> None:
+    """Make a file, and its folder, unless it is there."""
+    if _holds(path, content):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as target:
+        if isinstance(content, Path):
+            with open(content, "rb") as source:
+                shutil.copyfileobj(source, target)
+        else:
+            target.write(content)
