@@ -121,8 +121,7 @@ class FP4Experts(PackedModule):
         Under autocast too: of transformers' experts, the sum over a token's experts also has x's dtype.
         """
         check_tensor("FP4Experts", "x", x)
-        device = x.device.type
-        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             return ops.moe(
                 x,
                 expert_ids,

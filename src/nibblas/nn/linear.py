@@ -329,7 +329,7 @@ class FP4Linear(PackedModule):
             raise ValueError(f"FP4Linear: x is on {device}, the weight on {self.weight.device}")
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"FP4Linear: x has shape {tuple(x.shape)}, need (..., {self.in_features})")
-        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        if not x.is_meta and torch.is_autocast_enabled(device.type):
             with torch.autocast(device.type, enabled=False):
                 return self.forward(x.to(torch.get_autocast_dtype(device.type)))
         y = self._multiply(as_rows(x), x.dtype)
