@@ -14,6 +14,7 @@ from checks import assert_close
 from safetensors.torch import load, load_model, save, save_file, save_model
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,6 +199,22 @@ def test_a_graph_takes_other_batches(storage, shape, options):
         traced = torch.jit.trace(layer, x, check_trace=False)
         for graph in (*(graph.module() for graph in graphs), traced):
             assert torch.equal(graph(other), layer(other))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.", NO_COMPILER)  # torch.func.jvp scripts some of its rules
+def test_forward_mode_differentiates_a_layer(storage):
+    layer, x = FP4Linear.from_linear(linear()), draw(5, 64)
+    tangent = nb.linear(x, layer.weight_scaled)
+    with torch.no_grad():
+        for _ in range(2):  # the second call finds a bound product
+            layer(x)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+            torch.testing.assert_close(found, tangent, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.func.jvp(layer, (x,), (x,))[1], tangent, rtol=1e-4, atol=1e-4)
+        layer.activations = "fp4"
+        with pytest.raises(NotImplementedError, match='activations="fp4": has no derivative in forward mode'):
+            torch.func.jvp(layer, (x,), (x,))
 
 
 @pytest.mark.parametrize("options", [{}, {"rotation": 16}, {"activations": "fp4"}], ids=str)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from checks import assert_close, random_codes
+from torch.autograd import forward_ad
 
 import nibblas as nb
 from nibblas import dispatch, ops, reference
@@ -385,6 +386,58 @@ def test_the_gradient_has_a_gradient():
     back = torch.randn(2, 3, 64)
     (found,) = torch.autograd.grad(gradient, ahead, back)
     torch.testing.assert_close(found, back @ nb.dequantize(w).T, rtol=1e-4, atol=1e-5)
+
+
+forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.")  # torch.func.jvp scripts some of its rules
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (2 * x,))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "twice": lambda f, x: torch.func.jacfwd(torch.func.jacfwd(lambda x: f(x).square().sum()))(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).square().sum())(x),
+    "compiled": lambda f, x: torch.compile(partial(torch.func.jvp, f), backend="eager", fullgraph=True)((x,), (x,))[1],
+}
+
+
+@forward_mode
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_forward_mode_differentiates_the_product(transform):
+    w, x, bias = weights("nvfp4", 24, 64), torch.randn(3, 64), torch.randn(24)
+    dense, tokens = nb.dequantize(w), nb.quantize(x, nb.NVFP4)
+    products = (
+        (x, lambda x: nb.linear(x, w, bias), lambda x: x @ dense.T + bias),
+        (x, lambda x: nb.matmul(w, x), lambda x: dense @ x.T),
+        (bias, lambda b: nb.linear(tokens, w, b, out_dtype=b.dtype), lambda b: nb.dequantize(tokens) @ dense.T + b),
+    )
+    for at, product, like in products:
+        torch.testing.assert_close(transform(product, at), transform(like, at), rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.func.jvp(lambda x: nb.linear(x, w), (x,), (x,))[1]
+    torch.testing.assert_close(found, x @ dense.T, rtol=1e-4, atol=1e-4)
+
+
+@forward_mode
+def test_the_gradient_has_a_forward_mode():
+    w, x, ahead = weights("nvfp4", 24, 64), torch.randn(3, 64, requires_grad=True), torch.randn(3, 24)
+    y = nb.linear(x, w)
+    with forward_ad.dual_level():
+        (gradient,) = torch.autograd.grad(y, x, forward_ad.make_dual(ahead, 2 * ahead))
+        found = forward_ad.unpack_dual(gradient).tangent
+    torch.testing.assert_close(found, 2 * ahead @ nb.dequantize(w), rtol=1e-4, atol=1e-5)
+
+
+@forward_mode
+def test_other_operations_refuse_forward_mode():
+    w, x = weights("nvfp4", 2, 24, 64), torch.randn(3, 64)
+    products = {
+        "grouped_linear: has no": lambda x: nb.grouped_linear(x, w, torch.tensor([0, 1, 3])),
+        "gated_linear: has no": lambda x: nb.gated_linear(x, w[0], w[1]),
+        "linear: out= keeps no gradient": lambda x: nb.linear(x, w[0], out=torch.empty(3, 24)),
+    }
+    for match, product in products.items():
+        with pytest.raises((NotImplementedError, RuntimeError), match=match):
+            torch.func.jvp(product, (x,), (x,))
+        with forward_ad.dual_level():
+            assert torch.equal(product(x), product(x))  # no tangent in x
 
 
 COMPILED_WITH_GRADIENTS = """

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nibblas.dispatch import choose
 from nibblas.formats import Format, as_format
@@ -384,10 +385,40 @@ def _fake_dequantize(w, w_scale, w_global, w_spec, dtype):
 _define("dequantize", f"{OPERAND.format('w')}, ScalarType dtype", "Tensor", _dequantize, _fake_dequantize)
 
 
+def has_tangent(*operands: Operand | None) -> bool:
+    """Whether one may have a tangent of forward mode (torch.func.jvp), which an operator of a library drops."""
+    if forward_ad._current_level < 0:
+        return False
+    return torch.compiler.is_compiling() or any(
+        torch._C._functorch.is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None
+        for t in operands
+        if isinstance(t, Tensor)
+    )
+
+
+def refuse_tangent(op: str, *operands: Operand | None) -> None:
+    if has_tangent(*operands):
+        raise NotImplementedError(f"{op}: has no derivative in forward mode (inference only)")
+
+
+@_outside_autocast
+def _decoded_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, dtype):
+    if a_spec:
+        a = torch.ops.nibblas.dequantize(a, a_scale, a_global, a_spec, torch.float32)
+    y = a.float() @ torch.ops.nibblas.dequantize(b, b_scale, b_global, b_spec, torch.float32).mT
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def linear(*arguments) -> Tensor:
+    """torch.ops.nibblas.linear, or where it would drop a tangent torch's own product of what is decoded to fp32."""
+    a, bias = arguments[0], arguments[8]
+    return (_decoded_linear if has_tangent(a, bias) else torch.ops.nibblas.linear)(*arguments)
+
+
 def _linear_backward(grad, b, b_scale, b_global, b_spec, dtype):
     """d/dx of x @ w.T: grad @ w, with w decoded to fp32."""
-    weights = _operand(b, b_scale, b_global, b_spec)
-    return (grad.float() @ launch_dequantize(weights, torch.float32)).to(dtype)  # type: ignore[arg-type]
+    weights = torch.ops.nibblas.dequantize(b, b_scale, b_global, b_spec, torch.float32)
+    return (grad.float() @ weights).to(dtype)
 
 
 def _fake_linear_backward(grad, b, b_scale, b_global, b_spec, dtype):
@@ -414,7 +445,8 @@ def _linear_gradients(ctx, grad):
     """d/dbias of x @ w.T + bias sums over rows."""
     grad_a = grad_bias = None
     if ctx.a_dtype is not None and ctx.needs_input_grad[0]:
-        grad_a = torch.ops.nibblas.linear_backward(grad, *ctx.saved_tensors, ctx.b_spec, ctx.a_dtype)
+        backward = _outside_autocast(_linear_backward) if has_tangent(grad) else torch.ops.nibblas.linear_backward
+        grad_a = backward(grad, *ctx.saved_tensors, ctx.b_spec, ctx.a_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[8]:
         grad_bias = grad.float().sum(dim=tuple(range(grad.ndim - 1))).to(ctx.bias_dtype)
     return grad_a, *[None] * 7, grad_bias, *[None] * 3
@@ -432,8 +464,7 @@ def _keep_gradient(ctx, inputs, output):
 def _linear_backward_gradient(ctx, grad):
     """d/dgrad of grad @ w: the product with w.T again."""
     weights = (*ctx.saved_tensors, ctx.b_spec)
-    again = torch.ops.nibblas.linear(grad, None, None, "", *weights, None, None, False, ctx.dtype)
-    return again, *[None] * 5
+    return linear(grad, None, None, "", *weights, None, None, False, ctx.dtype), *[None] * 5
 
 
 torch.library.register_autograd(

@@ -8,12 +8,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nibblas import operators
 from nibblas.dispatch import Candidate, Explanation, age, explain_problem, forget
 from nibblas.formats import Format, as_format
 from nibblas.kernels import cuda_module
 from nibblas.kernels.composite import ACTIVATIONS
 from nibblas.layouts import LINEAR, BLOCKED_128x4, TiledLayout
-from nibblas.operators import Operand, as_arguments, linear_problem, product_problem
+from nibblas.operators import Operand, as_arguments, has_tangent, linear_problem, product_problem, refuse_tangent
 from nibblas.problem import DTYPE_NAMES, Problem, arch_of, check_layout, operand_name
 from nibblas.quantize import check_arguments, rotate
 from nibblas.quantize import dequantize as plain_dequantize
@@ -116,7 +117,8 @@ def _check_out(
         )
     if _overlaps_itself(out):
         raise ValueError(f"{op}: out has strides {out.stride()}, need memory of its own for each element")
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*given, out)):
+    requires_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*given, out))
+    if requires_grad or has_tangent(*given, out):
         raise RuntimeError(f"{op}: out= keeps no gradient; drop it, or call under torch.no_grad()")
     if torch.compiler.is_compiling():
         return  # Addresses are not known while tracing; functionalization keeps the buffers apart.
@@ -220,7 +222,8 @@ def linear(
     kernel : name of the kernel to use; the dispatcher's choice by default (see `explain`).
     batch_invariant : a row's result must not depend on how many rows there are.
 
-    Returns (..., N). Differentiable with respect to a dense x and to bias.
+    Returns (..., N). Differentiable with respect to a dense x and to bias; in forward mode (torch.func.jvp), w is
+    decoded to fp32 and torch multiplies.
     Raises TypeError, ValueError for operands that don't fit, NoKernelError where no kernel can run.
 
     >>> w = nb.quantize(torch.eye(16), nb.NVFP4)
@@ -248,7 +251,7 @@ def _linear(
     a, b = _enter(op, x, w)
     arguments = (*as_arguments(_as_matrix(op, a)), *as_arguments(b), bias, kernel, batch_invariant)
     if out is None:
-        return torch.ops.nibblas.linear(*arguments, dtype).reshape(shape)
+        return operators.linear(*arguments, dtype).reshape(shape)
     _check_out(op, out, shape, dtype, (x, w, bias))
     _write(lambda rows: torch.ops.nibblas.linear_out(*arguments, rows), out)
     return out
@@ -322,7 +325,7 @@ def _matmul(
         if out.ndim == 3 and out.stride(-1) == 1:
             torch.ops.nibblas.linear_out(*flat, out)
             return out
-    c = torch.ops.nibblas.linear(*flat, dtype).reshape(shape)
+    c = operators.linear(*flat, dtype).reshape(shape)
     return c if out is None else out.copy_(c)
 
 
@@ -399,6 +402,7 @@ def grouped_linear(
             f"{op}: offsets are {offsets.dtype} {tuple(offsets.shape)}, need int32 or int64 ({w.shape[0] + 1},)"
         )
     dtype = _out_dtype(op, x, out, out_dtype)
+    refuse_tangent(op, x, bias)
     a, b = _enter(op, x, w)
     arguments = (*as_arguments(a), *as_arguments(b), offsets, bias, kernel)
     if out is None:
@@ -461,6 +465,7 @@ def gated_linear(
     _check_operands(op, x, w_gate, w_up, biases={"bias_gate": bias_gate, "bias_up": bias_up})
     _check_kernel(op, kernel)
     dtype = _out_dtype(op, x, out, out_dtype)
+    refuse_tangent(op, x, bias_gate, bias_up)
     shape = (*x.shape[:-1], w_up.shape[0])
     a, up = _enter(op, x, w_up)
     flat = (

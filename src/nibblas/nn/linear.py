@@ -10,15 +10,16 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
-from nibblas import ops
+from nibblas import operators, ops
 from nibblas.dispatch import age, rank
 from nibblas.formats import NVFP4, Format
 from nibblas.kernel import Kernel
 from nibblas.kernels.torch_linear import decode
 from nibblas.nn.packed import PackedModule, check_dtype, check_options
-from nibblas.operators import as_arguments, bind_linear, on_device
+from nibblas.operators import as_arguments, bind_linear, on_device, refuse_tangent
 from nibblas.ops import as_rows, check_tensor
 from nibblas.problem import Problem
 from nibblas.quantize import rotate
@@ -46,13 +47,14 @@ def _warn_decoded(arch: str, why: str) -> None:
 
 
 def _observed() -> bool:
-    """Whether a compiler, a mode, a functorch transform or a tracer looks on, which sees operators and nothing else."""
+    """Whether a compiler, a mode, a transform or a tracer looks on, which sees operators and nothing else."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -337,6 +339,7 @@ class FP4Linear(PackedModule):
 
     def _multiply(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if self._activations == "fp4":
+            refuse_tangent('FP4Linear with activations="fp4"', rows)
             a = ops.quantize(rows, self.format, rotation=self.rotation)
             y = ops.linear(a, self.weight_scaled, self.bias, out_dtype=dtype)
             return _QuantizedInput.apply(rows, y) if torch.is_grad_enabled() and rows.requires_grad else y
@@ -351,7 +354,7 @@ class FP4Linear(PackedModule):
             if bias.shape != (self.out_features,):
                 raise ValueError(f"FP4Linear: bias has shape {tuple(bias.shape)}, need ({self.out_features},)")
         weight = (self.weight, self.weight_scale, self.weight_global_scale, self._spec)
-        return torch.ops.nibblas.linear(rows, None, None, "", *weight, bias, None, False, dtype)
+        return operators.linear(rows, None, None, "", *weight, bias, None, False, dtype)
 
     def _dense(self, rows: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:
         common = torch.promote_types(rows.dtype, decoded.dtype)
