@@ -54,9 +54,10 @@ def _operand(data: Tensor, scale: Tensor | None, global_scale: Tensor | None, sp
     return t
 
 
-def _rows(data: Tensor, spec: str) -> int:
-    matrix = _parse(spec)[3] if spec else None
-    return data.shape[-2] if matrix is None else matrix[0]
+def _rows(t: Operand) -> int:
+    if isinstance(t, Tensor):
+        return t.shape[-2]
+    return t.data.shape[-2] if t.matrix is None else t.matrix[0]
 
 
 _HERE = nullcontext()
@@ -242,73 +243,57 @@ def _define(name: str, arguments: str, returns: str, implementation: Callable, f
     torch.library.register_fake(f"nibblas::{name}", fake, lib=_LIBRARY)
 
 
-def _define_product(name: str, arguments: str, write: Callable, fake: Callable) -> None:
-    """Two operators: `name(..., out_dtype)` allocates what `fake` says, `name_out(..., out)` writes to out."""
+def _define_product(name: str, operands: tuple[str, ...], others: str, launch: Callable, shape: Callable) -> None:
+    """Two operators: `name(..., out_dtype)` returns the product, `name_out(..., out)` writes it to out.
 
-    def allocate_and_write(*given):
-        *operands, _ = given
-        out = fake(*given)
-        write(*operands, out)
+    Their arguments are those of the operands, then others. launch(*operands, *others, out) computes, shape(*operands)
+    is the product's.
+    """
+    parts = [slice(4 * i, 4 * i + 4) for i in range(len(operands))]
+    rest = 4 * len(operands)
+    arguments = ", ".join([*(OPERAND.format(operand) for operand in operands), others])
+
+    def matrices(given: tuple) -> list[Operand]:
+        return [_operand(*given[part]) for part in parts]
+
+    def fake(*given):
+        return given[0].new_empty(shape(*matrices(given)), dtype=given[-1])
+
+    def compute(*given):
+        found = matrices(given)
+        out = given[0].new_empty(shape(*found), dtype=given[-1])
+        launch(*found, *given[rest:-1], out)
         return out
 
-    _define(name, f"{arguments}, ScalarType out_dtype", "Tensor", allocate_and_write, fake)
+    def write(*given):
+        launch(*matrices(given), *given[rest:])
+
+    _define(name, f"{arguments}, ScalarType out_dtype", "Tensor", compute, fake)
     _define(f"{name}_out", f"{arguments}, Tensor(a!) out", "()", write, lambda *_: None)
-
-
-def _write_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, out):
-    A, B = _operand(a, a_scale, a_global, a_spec), _operand(b, b_scale, b_global, b_spec)
-    launch_linear(A, B, bias, out, kernel, batch_invariant)  # type: ignore[arg-type]
-
-
-def _fake_linear(a, a_scale, a_global, a_spec, b, b_scale, b_global, b_spec, bias, kernel, batch_invariant, dtype):
-    return a.new_empty((*b.shape[:-2], _rows(a, a_spec), _rows(b, b_spec)), dtype=dtype)
 
 
 _define_product(
     "linear",
-    f"{OPERAND.format('a')}, {OPERAND.format('b')}, Tensor? bias, str? kernel, bool batch_invariant",
-    _write_linear,
-    _fake_linear,
+    ("a", "b"),
+    "Tensor? bias, str? kernel, bool batch_invariant",
+    lambda a, b, bias, kernel, batch_invariant, out: launch_linear(a, b, bias, out, kernel, batch_invariant),
+    lambda a, b: (*b.data.shape[:-2], _rows(a), _rows(b)),
 )
-
-
-def _write_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, out):
-    X, W = _operand(x, x_scale, x_global, x_spec), _operand(w, w_scale, w_global, w_spec)
-    launch_grouped(X, W, offsets, bias, out, kernel)  # type: ignore[arg-type]
-
-
-def _fake_grouped(x, x_scale, x_global, x_spec, w, w_scale, w_global, w_spec, offsets, bias, kernel, dtype):
-    return x.new_empty((_rows(x, x_spec), _rows(w, w_spec)), dtype=dtype)
-
-
 _define_product(
     "grouped_linear",
-    f"{OPERAND.format('x')}, {OPERAND.format('w')}, Tensor offsets, Tensor? bias, str? kernel",
-    _write_grouped,
-    _fake_grouped,
+    ("x", "w"),
+    "Tensor offsets, Tensor? bias, str? kernel",
+    lambda x, w, offsets, bias, kernel, out: launch_grouped(x, w, offsets, bias, out, kernel),
+    lambda x, w: (_rows(x), _rows(w)),
 )
-
-
-def _write_gated(
-    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, out
-):
-    X = _operand(x, x_scale, x_global, x_spec)
-    gate, up = _operand(g, g_scale, g_global, g_spec), _operand(u, u_scale, u_global, u_spec)
-    launch_gated(X, gate, up, bg, bu, act, out, kernel)  # type: ignore[arg-type]
-
-
-def _fake_gated(
-    x, x_scale, x_global, x_spec, g, g_scale, g_global, g_spec, u, u_scale, u_global, u_spec, bg, bu, act, kernel, dtype
-):
-    return x.new_empty((_rows(x, x_spec), _rows(u, u_spec)), dtype=dtype)
-
-
 _define_product(
     "gated_linear",
-    f"{OPERAND.format('x')}, {OPERAND.format('w_gate')}, {OPERAND.format('w_up')}, "
+    ("x", "w_gate", "w_up"),
     "Tensor? bias_gate, Tensor? bias_up, str activation, str? kernel",
-    _write_gated,
-    _fake_gated,
+    lambda x, gate, up, bias_gate, bias_up, activation, kernel, out: launch_gated(
+        x, gate, up, bias_gate, bias_up, activation, out, kernel
+    ),
+    lambda x, gate, up: (_rows(x), _rows(up)),
 )
 
 
