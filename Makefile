@@ -12,7 +12,8 @@ demo: $(INSTALLED)  ## the main job: report on a real model in NVFP4 and MXFP4
 	$(BIN)/nibblas report
 
 test: $(INSTALLED)  ## all tests that this machine can run
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # by name: slow files of few tests come early
+# A thread for each worker: more would wait for each other. By name: slow files of few tests come early.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff format --check .
