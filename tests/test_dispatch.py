@@ -8,7 +8,7 @@ import torch
 from nibblas import dispatch
 from nibblas.dispatch import NoKernelError, choose, explain_problem, rank
 from nibblas.evidence import Measurement, Store
-from nibblas.kernel import Kernel
+from nibblas.kernel import Kernel, storage_layouts
 from nibblas.layouts import LINEAR, BLOCKED_128x4, ROWS_16x1, ROWS_16x4
 from nibblas.problem import Problem
 from nibblas.roofline import Roofline
@@ -287,3 +287,9 @@ def test_weights_stay_linear_for_a_kernel_that_takes_any_layout(setting):
     anywhere = made("anywhere", 1.0, b_layouts=None)
     setting.kernels = [elsewhere, anywhere]
     assert dispatch.best_storage(PROBLEM, CPU) == (anywhere, (LINEAR, LINEAR))
+
+
+def test_weights_are_stored_in_rows_or_as_a_kernel_likes_best():
+    rows, tiles, blocked = (LINEAR, LINEAR), (ROWS_16x1, ROWS_16x4), (BLOCKED_128x4, LINEAR)
+    picky, easy = made("picky", b_layouts=(tiles, rows)), made("easy", b_layouts=(rows, blocked))
+    assert storage_layouts([picky, easy, made("any", b_layouts=None)]) == {rows, tiles}

@@ -7,7 +7,7 @@ import torch
 
 from nibblas import evidence
 from nibblas.evidence import Measurement
-from nibblas.kernel import Kernel
+from nibblas.kernel import Kernel, storage_layouts
 from nibblas.kernels import kernels
 from nibblas.layouts import LINEAR, Layout
 from nibblas.problem import Problem
@@ -149,9 +149,8 @@ def best_storage(problem: Problem, device: torch.device) -> tuple[Kernel, tuple[
     A kernel that decodes the weight is taken only where no other runs; LINEAR where the kernel does not care.
     """
     threads = threads_of(device)
-    favourites = {k.b_layouts[0] for k in kernels() if k.op == problem.op and k.b_layouts}
     offers = []
-    for layouts in {(LINEAR, LINEAR), *favourites}:
+    for layouts in storage_layouts(kernel for kernel in kernels() if kernel.op == problem.op):
         names = (layouts[0].name, layouts[1].name)
         ranked = rank(replace(problem, b_layouts=names), device, threads)
         first = next((c for c in ranked if c.why_not is None and not c.kernel.decodes_weights), ranked[0])

@@ -5,7 +5,7 @@ kernel can't be offered where it wasn't meant to run.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,3 +102,8 @@ class Kernel:
         if problem.batch_invariant and not self.batch_invariant:
             return "a row's result may depend on M, asked for batch_invariant"
         return self.also(problem) if self.also else None
+
+
+def storage_layouts(kernels: Iterable[Kernel]) -> set[tuple[Layout, Layout]]:
+    """The layouts in which weights are stored for some kernels: row after row, and what each of them likes best."""
+    return {*PLAIN, *(kernel.b_layouts[0] for kernel in kernels if kernel.b_layouts)}

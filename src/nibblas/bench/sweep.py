@@ -28,10 +28,9 @@ from nibblas.bench.timing import CPU, Rotation, interleaved
 from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.evidence import Measurement
 from nibblas.formats import Format
-from nibblas.kernel import Kernel
+from nibblas.kernel import PLAIN, Kernel, storage_layouts
 from nibblas.kernels import cuda_module
 from nibblas.kernels import kernels as all_kernels
-from nibblas.layouts import LINEAR
 from nibblas.memory import cold_bytes
 from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
@@ -263,8 +262,10 @@ class _Run:
         right: dict[str, _Timeable] = {}
         wrong: dict[str, str] = {}
         unable = {name: peer for name, peer in self.peers.items() if isinstance(peer, str)}
+        stored = storage_layouts(kernels)
         for kernel in kernels:
-            layouts = [(scale.name, data.name) for scale, data in kernel.b_layouts or ((LINEAR, LINEAR),)]
+            accepted = [layouts for layouts in kernel.b_layouts or PLAIN if layouts in stored]
+            layouts = [(scale.name, data.name) for scale, data in accepted]
             for pair in layouts:
                 problem = replace(plain, b_layouts=pair)
                 name = kernel.name if len(layouts) == 1 else f"{kernel.name} {'/'.join(dict.fromkeys(pair))}"
