@@ -171,6 +171,21 @@ def test_a_flag_builds(text):
     assert answers(text, B200).answer == "no"
 
 
+@pytest.mark.parametrize(
+    ("flag", "needs"),
+    [
+        ("-arch=sm_90", ["cuda>=11.8"]),
+        ("-arch=sm_90a", ["cuda>=12.0"]),
+        ("-gencode=arch=compute_100f,code=[sm_100f,compute_103]", ["cuda>=12.8", "cuda>=12.9"]),
+        ("-arch=sm_80", []),
+        ("--offload-arch=gfx950", []),
+    ],
+)
+def test_a_flag_needs_the_first_toolkit_that_builds_for_its_targets(flag, needs):
+    found = required("x.py", f'flags = ["{flag}"]\n')
+    assert sorted(one.needs for one in found if one.rule == "build-toolkit") == needs
+
+
 def test_an_import_after_a_condition_is_no_certain_need():
     assert answers("if torch.version.hip: import aiter\n", H200).answer == "unknown"
 

@@ -18,7 +18,7 @@ from nibblas.index.items import Item
 from nibblas.index.model import CompatFact
 from nibblas.index.parse import Source, read
 from nibblas.index.rule import matching, tables
-from nibblas.targets import runs
+from nibblas.targets import parsed, runs
 
 RequirementKind = Literal["build", "instruction", "vendor", "package", "toolkit", "native"]
 DATA = Path(__file__).with_name("hardware.toml")
@@ -34,7 +34,6 @@ _PIN = re.compile(
     r"\b(?P<package>[A-Za-z][\w.-]*)\s*(?P<pin>(?:==|>=|~=|<=|<|>)\s*\d[\w.*]*(?:\s*,\s*[<>=!~]=?\s*\d[\w.*]*)*)"
 )
 _DIRECTIVE = re.compile(r"^#!POPCORN\s+gpus?\s+(?P<gpus>.+)", re.IGNORECASE)
-_ARCH = re.compile(r"(?P<family>sm|compute)_(?P<number>\d+)(?P<suffix>[af+]?)")
 _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?P<what>ifdef|ifndef|if|elif|else|endif)\b(?P<of>[^\r\n]*)", re.MULTILINE)
 _ALTERNATIVE = re.compile(r"^[ \t]*#[ \t]*el", re.MULTILINE)
 # What stands in a line before a string that is compared with something, or told to somebody.
@@ -267,10 +266,10 @@ def _later(name: str) -> str:
 
 
 def _toolkit(name: str) -> str | None:
-    found = _ARCH.fullmatch(name)
-    if found is None:
+    target = parsed(name)
+    if target is None:
         return None
-    return _TOOLKITS.get(found["number"] + found["suffix"].strip("+f")) or _TOOLKITS.get(found["number"])
+    return _TOOLKITS.get(f"{target.number}{target.suffix}") or _TOOLKITS.get(f"{target.number}")
 
 
 def _pins(item: Item, source: Source) -> Iterator[Requirement]:
