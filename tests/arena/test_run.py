@@ -6,6 +6,8 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -539,15 +541,17 @@ def test_a_profiler_that_fails_is_no_fault_of_the_submission(arena, problem, wri
     assert "no profiler" in found.cases[0].traced.why_not
 
 
-def test_two_runs_do_not_write_one_record(problem, tmp_path, arena):
-    directory = problem("vector_add")
-    with (
-        records.only_writer(tmp_path / "record" / "record.json"),
-        pytest.raises(ArenaError, match="another run is writing this record"),
-    ):
-        arena(directory, directory / "submission.py")
-    assert arena(directory, directory / "submission.py").verdict == "correct here"
-    assert [path.name for path in (tmp_path / "record").iterdir()] == ["record.json"]
+def test_two_runs_do_not_write_one_record(problem, tmp_path):
+    directory, path = problem("vector_add"), tmp_path / "record.json"
+    arguments = ["arena", "run", str(directory), str(directory / "submission.py"), "--output", str(path)]
+    command = [sys.executable, "-m", "nibblas", *arguments]
+    with records.only_writer(path):
+        refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert f"{path}: another run is writing this record" in refused.stderr
+    assert not path.exists()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
 def test_runs_that_start_together_name_their_records_apart(problem, tmp_path, monkeypatch):

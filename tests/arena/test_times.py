@@ -172,6 +172,18 @@ def test_a_timer_that_lies_in_most_calls_is_found():
     assert found.severity == "refuse"
 
 
+@pytest.mark.parametrize("calls", [3, 4, 11, 31])
+@pytest.mark.parametrize("varies", [0.0, 1.0])
+def test_a_timer_that_lies_in_every_second_call_and_not_in_warmup_is_found(calls, varies):
+    real = [5e6 * (1 + varies * (i % 4) / 3) for i in range(2 + calls)]
+    claims = [50e3 if i >= 2 and i % 2 == 0 else ns for i, ns in enumerate(real)]
+    told = samples(claims, [ns + EMPTY + 30e3 for ns in real], "event")
+    told = [replace(sample, valid=i >= 2) for i, sample in enumerate(told)]
+    found = timing.unseen_time(told, EMPTY, "event")
+    assert found is not None
+    assert found.severity == "refuse"
+
+
 def test_a_single_long_call_that_says_so_is_no_fault():
     claims = [*around(500e3, 5e3, 5), 1.5e9]
     seen = [ns + EMPTY + 60e3 for ns in claims[:-1]] + [claims[-1] + EMPTY - 1e6]

@@ -41,18 +41,20 @@ def kept_run(
     """
     from nibblas.arena import run as arena
 
-    resumed = _read(path) if path.exists() else None
-    if isinstance(resumed, Record) and not _is_of(resumed, task, submission, options.device):
-        resumed = None
-    if isinstance(resumed, str) or (resumed is not None and (resumed.complete or not resumes)):
-        return resumed
-    try:
-        with _interrupted_after(seconds):
-            return arena.run(task, submission, options, path, against=against, resumed=resumed)
-    except Exception as error:
-        traceback.print_exc()
-        return f"the arena failed: {type(error).__name__}: {error}"
-    return _read(path) if path.exists() else f"not started within {seconds:g} s"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with records.only_writer(path):
+        resumed = _read(path) if path.exists() else None
+        if isinstance(resumed, Record) and not _is_of(resumed, task, submission, options.device):
+            resumed = None
+        if isinstance(resumed, str) or (resumed is not None and (resumed.complete or not resumes)):
+            return resumed
+        try:
+            with _interrupted_after(seconds):
+                return arena.run(task, submission, options, path, against=against, resumed=resumed)
+        except Exception as error:
+            traceback.print_exc()
+            return f"the arena failed: {type(error).__name__}: {error}"
+        return _read(path) if path.exists() else f"not started within {seconds:g} s"
 
 
 def _is_of(record: Record, task: Task, submission: Submission, device: str) -> bool:

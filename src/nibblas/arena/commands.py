@@ -82,11 +82,10 @@ def _run(
     task = read_task(problem, dialect)
     entry = read_submission(submission, task)
     other = None if against is None else entry if against == "self" else read_submission(Path(against), task)
-    resumed = None if resume is None else records.read(resume)
-    if resumed is not None and resumed.complete:
-        raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
     path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}-{token_hex(2)}.json")
     path = path.absolute()
+    if resume is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     # An end by SIGTERM, as by Ctrl-C, leaves a record that can be resumed.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = Options(
@@ -102,7 +101,10 @@ def _run(
     )
     console = Console(stderr=True, soft_wrap=True)
     try:
-        with console.status("") as status:
+        with records.only_writer(path), console.status("") as status:
+            resumed = None if resume is None else records.read(resume)
+            if resumed is not None and resumed.complete:
+                raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
             found = run(
                 task,
                 entry,

@@ -4,18 +4,17 @@ One JSON document a run. record.schema.json beside this file describes it field 
 same as a table. A number that is not finite (a time that a submission claims, for instance) is written as null.
 """
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 from nibblas.paths import write_atomically
 
@@ -328,21 +327,31 @@ def only_writer(path: Path) -> Iterator[None]:
     stays, and is no lock.
     """
     beside = path.with_name(f".{path.name}.writer")
-    while True:
+    try:
+        file = _locked(beside)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another run is writing this record", str(path)) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    with file:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(beside, "ab")  # noqa: SIM115
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        with file:
+            yield
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The file of this name, open and locked."""
+    import fcntl  # which machines have that the arena runs on
+
+    while True:
+        with ExitStack() as stack:
+            file = stack.enter_context(open(path, "ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not beside.exists() or os.fstat(file.fileno()).st_ino != beside.stat().st_ino:
-                continue  # its last holder has just taken it away
-            try:
-                yield
-            finally:
-                beside.unlink(missing_ok=True)
-            return
+            with suppress(FileNotFoundError):  # its last holder has just taken it away
+                if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                    stack.pop_all()
+                    return file
 
 
 def read(path: Path) -> Record:

@@ -81,24 +81,20 @@ def run(
 
     Parameters
     ----------
-    output : the record's file; it is written whole after each case.
+    output : the record's file; it is written whole after each case. Where others may write it too, the caller holds
+        record.only_writer.
     against : another submission to compare times with, or the same one for the noise alone.
     resumed : the record of an interrupted run, whose finished cases are kept; ArenaError where that was of something
         else, or was run in another way.
     progress : told what is going on.
 
-    Raises ArenaError where the problem has no cases of the mode, or another process writes this record, and
-    KeyboardInterrupt after the record was written, so that it can be resumed.
+    Raises ArenaError where the problem has no cases of the mode, and KeyboardInterrupt after the record was written, so
+    that it can be resumed.
     """
     if not task.cases(options.mode):
         raise ArenaError(f"{task.name} has no {_LISTS[options.mode]}, which mode {options.mode} runs")
     hide_from_other_processes()
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(record.only_writer(output))
-        except BlockingIOError:
-            raise ArenaError(f"{output}: another run is writing this record; name another file with --output") from None
-        return _Run(task, entry, options, output, against, resumed, progress).run()
+    return _Run(task, entry, options, output, against, resumed, progress).run()
 
 
 class _Run:

@@ -99,6 +99,7 @@ def below_floor(sample_ns: float, floor: float | None) -> bool:
 def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns: float = 0.0) -> Finding | None:
     """A finding where the timer claims less than the runner saw, by more than chance and the cost of a call explain.
 
+    Of the calls that count, so that a lie in most of those shows, whatever warm-up tells.
     `empty_ns` is what the runner sees of a call of nothing, beyond what it claims and its "lead", which is usually
     `lead_ns`: calls that claim a longer one can't be checked, and a case of such calls is flagged. Calls wait for the
     machine here and there, so that the quietest tenth counts, in which least is missing: of a timer that lies it is
@@ -109,7 +110,7 @@ def unseen_time(samples: Sequence[Sample], empty_ns: float, timer: str, lead_ns:
     told = [
         (sample.observed_ns - empty_ns, ns, sample.claimed_ns.get("lead") or 0.0)
         for sample in samples
-        if sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
+        if sample.valid and sample.observed_ns is not None and (ns := sample.claimed_ns.get(timer)) is not None
     ]
     if len(told) < FEWEST:
         return None
