@@ -344,7 +344,7 @@ def test_the_files_of_others_are_no_earlier_run_s(folder, tmp_path):
     with pytest.raises(
         StorageError,
         match=r"^quantize: \S+/model-1-of-2\.safetensors, \S+/README\.md, \S+/config\.json would be replaced or "
-        r"removed; choose another output, or overwrite$",
+        r"removed; choose another output, move these away, or overwrite$",
     ):
         quantize_checkpoint(folder, out, "nvfp4")
     assert contents(out) == before
@@ -353,24 +353,52 @@ def test_the_files_of_others_are_no_earlier_run_s(folder, tmp_path):
     assert contents(out) == contents(tmp_path / "want") | {"notes.md": b"mine"}
 
 
-def test_the_files_of_an_earlier_run_are_no_conflict(folder, tmp_path):
-    def stop(*call):
-        raise Killed
+def test_weights_of_an_earlier_run_say_nothing_of_the_files_beside_them(tmp_path):
+    one, out = tmp_path / "one", tmp_path / "out"
+    one.mkdir()
+    save_file(weights(), one / "model.safetensors")
+    for name in ("README.md", "config.json"):
+        (one / name).write_text('{"theirs": 1}')
+    out.mkdir()
+    for name in ("README.md", "config.json"):
+        (out / name).write_text('{"mine": 1}')
+    quantize_checkpoint(one / "model.safetensors", out / "model.safetensors", "nvfp4")
+    before = contents(out)
+    with pytest.raises(StorageError, match=r"^quantize: \S+/README\.md, \S+/config\.json would be replaced"):
+        quantize_checkpoint(one, out, "nvfp4")
+    assert contents(out) == before
+    for name in ("README.md", "config.json"):
+        (out / name).rename(tmp_path / name)
+    assert quantize_checkpoint(one, out, "nvfp4").reused == ("model.safetensors",)
+    (out / "README.md").write_text("edited")
+    with pytest.raises(StorageError, match=r"^quantize: \S+/README\.md would be replaced"):
+        quantize_checkpoint(one, out, "nvfp4")
+    assert (out / "README.md").read_text() == "edited"
 
-    out = tmp_path / "out"
-    quantize_checkpoint(folder, out, "nvfp4")
-    (folder / "tokenizer.json").write_text("another")
+
+def test_the_files_of_an_earlier_run_are_no_conflict(folder, tmp_path, monkeypatch):
+    def stop(path, content):
+        if len(written) == left:
+            raise Killed
+        written.append(path.name)
+        write(path, content)
+
     (folder / "model.safetensors.sha256").write_text("is no weight")
-    for _ in range(2):
-        assert len(quantize_checkpoint(folder, out, "nvfp4").reused) == 2
-        assert contents(out)["tokenizer.json"] == b"another"
-    with pytest.raises(Killed):
-        quantize_checkpoint(folder, out, "mxfp4", overwrite=True, progress=stop)
-    for name in ("model-1-of-2.safetensors", "model-2-of-2.safetensors"):
-        (out / name).unlink()
-    quantize_checkpoint(folder, out, "mxfp4")
-    quantize_checkpoint(folder, tmp_path / "want", "mxfp4")
-    assert contents(out) == contents(tmp_path / "want")
+    quantize_checkpoint(folder, tmp_path / "want", "nvfp4")
+    want = contents(tmp_path / "want")
+    write = stream._write
+    for left in range(5):
+        out, written = tmp_path / f"out{left}", []
+        monkeypatch.setattr(stream, "_write", stop)
+        with pytest.raises(Killed):
+            quantize_checkpoint(folder, out, "nvfp4")
+        monkeypatch.setattr(stream, "_write", write)
+        assert set(contents(out)) == {"model-1-of-2.safetensors", "model-2-of-2.safetensors"} | {
+            name for name in want if Path(name).name in written
+        }
+        for _ in range(2):
+            assert len(quantize_checkpoint(folder, out, "nvfp4").reused) == 2
+            assert contents(out) == want
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

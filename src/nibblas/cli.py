@@ -254,7 +254,8 @@ def quantize(
         bool,
         typer.Option(
             "--overwrite",
-            help="Write OUT anew in place of files that are there, and remove weights of an earlier run; others stay.",
+            help="Write all of OUT anew, in place of files that are there, and remove other weights of an earlier run. "
+            "Without it no file is replaced: one that differs from what would be written is an error.",
         ),
     ] = False,
     strict: Annotated[
@@ -650,10 +651,11 @@ def _explanations(problem: "Problem", device: "torch.device") -> list["Explanati
     from dataclasses import replace
 
     from nibblas.dispatch import explain_problem
+    from nibblas.kernel import storage_layouts
     from nibblas.kernels import kernels
 
-    liked = [layouts for kernel in kernels() if kernel.op == problem.op for layouts in kernel.b_layouts or ()]
-    pairs = dict.fromkeys([problem.b_layouts, *((scale.name, data.name) for scale, data in liked)])
+    stored = storage_layouts(kernel for kernel in kernels() if kernel.op == problem.op)
+    pairs = dict.fromkeys([problem.b_layouts, *((scale.name, data.name) for scale, data in stored)])
     return [explain_problem(replace(problem, b_layouts=pair), device) for pair in pairs]
 
 

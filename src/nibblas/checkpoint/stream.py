@@ -364,9 +364,10 @@ def quantize_checkpoint(
         named "*expert*".
     exclude : patterns of names that are left as they are even if included; None is nn.DEFAULT_EXCLUDE, as of
         `nn.convert`.
-    overwrite : write all of dst anew, in place of what is there, and remove weights that an earlier run made from
-        another source. Without it, what an earlier run left is kept or gone on with, and it is an error if a file would
-        be replaced that another source (its size and time of change count), other options or something else made.
+    overwrite : write all of dst anew, in place of what is there, and remove other weights that an earlier run made.
+        Without it nothing is replaced or removed: a file that holds what would be written is kept, an unfinished one is
+        gone on with, and any other in the way is an error, be it of another source (its size and time of change count),
+        of other options or of something else.
     strict : raise at the first tensor to quantize that holds NaN or Inf; without it those blocks become NaN, and the
         Summary counts them.
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
@@ -537,7 +538,7 @@ def _model_types(config: Any) -> Iterator[str]:
 def _check_target(dst: Path, shards: list[_Shard], beside: dict[Path, Path | bytes], overwrite: bool) -> None:
     """Raise if other files are in the way, or with `overwrite` remove an earlier run's that no new file will replace.
 
-    Where an earlier run left weights, finished or not, what lies beside them is taken for its own.
+    What lies beside the weights does not tell who made it, so that it is in the way unless its bytes are the new ones.
     """
     ours = {path for shard in shards for path in (shard.target, shard.partial)}
     there = {path for path in dst.iterdir() if path.name.endswith(WEIGHT_ENDINGS)} if dst.is_dir() else set()
@@ -548,21 +549,19 @@ def _check_target(dst: Path, shards: list[_Shard], beside: dict[Path, Path | byt
             "choose another folder, or remove them"
         )
     todo = [shard for shard in shards if overwrite or not shard.is_finished()]
-    replaced = [path for shard in todo for path in (shard.target, shard.partial)]
-    replaced += [path for path, content in beside.items() if not _holds(path, content)]
-    for path in replaced:
+    changed = [path for path, content in beside.items() if not _holds(path, content)]
+    for path in [path for shard in todo for path in (shard.target, shard.partial)] + changed:
         if reason := why_not_replaced(path):
             raise StorageError(f"quantize: {path} {reason}")
     conflicts = stale + [other for shard in shards if (other := shard.conflict())]
-    if not any(map(_is_made, ours | there)):
-        conflicts += [path for path in replaced if path in beside and path.exists()]
+    conflicts += [path for path in changed if path.exists()]
     if conflicts and not overwrite:
         known = {None, *(shard.header.metadata[SOURCE_KEY] for shard in shards)}
         others = [path for path in conflicts if _made_from(path) not in known]
         rest = [path for path in conflicts if path not in others]
         found = [f"{_listed(others)} was made from another source or with other options"] if others else []
         found += [f"{_listed(rest)} would be replaced or removed"] if rest else []
-        raise StorageError(f"quantize: {'; '.join(found)}; choose another output, or overwrite")
+        raise StorageError(f"quantize: {'; '.join(found)}; choose another output, move these away, or overwrite")
     for path in stale:
         path.unlink()
 
