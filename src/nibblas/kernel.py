@@ -104,6 +104,6 @@ class Kernel:
         return self.also(problem) if self.also else None
 
 
-def storage_layouts(kernels: Iterable[Kernel]) -> set[tuple[Layout, Layout]]:
-    """The layouts in which weights are stored for some kernels: row after row, and what each of them likes best."""
-    return {*PLAIN, *(kernel.b_layouts[0] for kernel in kernels if kernel.b_layouts)}
+def storage_layouts(kernels: Iterable[Kernel]) -> Layouts:
+    """The layouts in which weights are stored for some kernels: row after row, then what each of them likes best."""
+    return tuple(dict.fromkeys([*PLAIN, *(kernel.b_layouts[0] for kernel in kernels if kernel.b_layouts)]))

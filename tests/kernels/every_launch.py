@@ -3,9 +3,8 @@
     compute-sanitizer --tool memcheck python tests/kernels/every_launch.py [SHARE SHARES [WITHOUT]]
 
 Several processes may take shares of it: number SHARE, from 0, of SHARES. Kernels whose names hold WITHOUT are left out.
-Operands are made on the CPU and copied, so
-that initcheck knows them as written. Results are not looked at: test_kernels.py compares them. Prints how often each
-kernel was launched.
+Operands are made on the CPU and copied, so that initcheck knows them as written. Results are not looked at:
+test_kernels.py compares them. Prints how often each kernel was launched.
 """
 
 import sys
