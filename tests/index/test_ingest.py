@@ -179,11 +179,24 @@ def test_a_folder(store, tmp_path):
 
 def test_every_language_that_is_parsed_is_taken(store, tmp_path):
     for suffix in languages.SUFFIXES:
-        write(tmp_path / "kernels" / f"{suffix[1:]}_kernel{suffix}", "x\n")
+        write(tmp_path / "kernels" / f"{suffix[1:]}_kernel{suffix}", "s_endpgm\n")
     report = add(store, [tmp_path / "kernels"])
     assert report.skipped == []
     assert report.added == len(languages.SUFFIXES)
     assert store.implementation("kernels-ptx-kernel").language == "ptx"
+
+
+def test_assembler_is_taken_where_it_is_gcn(store, tmp_path):
+    x86 = write(tmp_path / "kernels" / "gemm_avx512.s", "s_loop:\n    vfmadd231ps (%rsi), %zmm1, %zmm0\n    ret\n")
+    gcn = write(tmp_path / "kernels" / "gemm_mi300.s", "loop:\n    v_fma_f32 v0, v1, v2, v0\n    s_endpgm\n")
+    empty = write(tmp_path / "kernels" / "nothing.s", "\n")
+    report = add(store, [tmp_path / "kernels"])
+    assert report.skipped == [Skipped(str(path), "no importer takes .s files") for path in (x86, empty)]
+    assert report.added == 1
+    found = store.implementation("kernels-gemm-mi300")
+    assert (found.language, [file.media_type for file in found.files]) == ("gcn", ["text/x-gcn"])
+    assert interface_of(gcn.name, gcn.read_bytes()) == Interface("gcn")
+    assert interface_of(x86.name, x86.read_bytes()) == Interface()
 
 
 def test_the_licence_that_a_readme_states(store, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from made_up import CODE, OPERATION, RUN, WORKLOAD, make_item
 
-from nibblas.index.languages import of_path
+from nibblas.index.languages import of_file, of_path
 from nibblas.index.model import Operation, SourceFile, digest_of, kebab, kernelbot_slug
 
 
@@ -83,3 +83,11 @@ def test_languages():
     assert {name: of_path(name) for name in expected} == expected
     types = [SourceFile.of(name, CODE).media_type for name in ("b.cu", "c.h", "d.cxx", "e.ptx", "f.md")]
     assert types == ["text/x-cuda", "text/x-c", "text/x-c++", "text/x-ptx", "text/plain"]
+
+
+def test_assembler_is_told_by_its_text():
+    texts = {"gcn": "  s_mov_b32 s0, 0\n", "x86": "s_mask:\n  vfmadd231ps (%rsi), %zmm1, %zmm0\n"}
+    assert {name: of_file("a.S", text) for name, text in texts.items()} == {"gcn": "gcn", "x86": None}
+    assert of_file("a.cu", texts["x86"]) == "cuda"
+    types = {name: SourceFile.of("a.s", text.encode()).media_type for name, text in texts.items()}
+    assert types == {"gcn": "text/x-gcn", "x86": "text/plain"}

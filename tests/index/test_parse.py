@@ -111,6 +111,11 @@ def test_regions_tell_languages_and_places():
     assert text[source.regions[1].start : source.regions[1].end].strip().startswith("__global__")
 
 
+def test_assembler_of_another_processor_is_text():
+    assert read("x.s", "  vfmadd231ps (%rsi), %zmm1, %zmm0\n").language == "text"
+    assert read("x.s", "  v_fma_f32 v0, v1, v2, v0\n").language == "gcn"
+
+
 def test_a_docstring_is_no_code():
     assert [one.kind for one in find("x.py", '"""Kernels of __global__ void k() {; }; atomic."""\n')] == ["comment"]
 

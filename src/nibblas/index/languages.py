@@ -50,13 +50,19 @@ _PTX = re.compile(
     rf"(?:(?:{_OPCODES})\.[\w.:]+(?:\s[^;]{{0,400}})?;|\.(?:reg|version|target)\s)"
 )
 _GCN = re.compile(
-    r"(?:^|[;\n])[ \t]*+(?:[vs]_[a-z]\w+|ds_[a-z]\w+|(?:buffer|global|flat|scratch)_(?:load|store|atomic)\w*)\b"
+    r"(?:^|[;\n])[ \t]*+(?:[vs]_[a-z]\w+|ds_[a-z]\w+|(?:buffer|global|flat|scratch)_(?:load|store|atomic)\w*)\b(?!:)"
 )
 
 
 def of_path(path: str) -> Language | None:
     """The language that a file's suffix names; None for what is no source."""
     return SUFFIXES.get(PurePath(path).suffix.lower())
+
+
+def of_file(path: str, text: str) -> Language | None:
+    """As of_path, but assembler is a source only where its text is GCN: all processors share the suffix."""
+    language = of_path(path)
+    return None if language == "gcn" and of_assembler(text) != "gcn" else language
 
 
 def of_code(text: str, name: str = "") -> Language | None:

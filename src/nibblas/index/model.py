@@ -94,7 +94,7 @@ class SourceFile:
     def of(cls, path: str, raw: bytes) -> "SourceFile":
         """The description of these bytes; lines are counted as an editor numbers them."""
         lines = raw.count(b"\n") + bool(raw and not raw.endswith(b"\n"))
-        language = languages.of_path(path)
+        language = languages.of_file(path, raw.decode(errors="replace"))
         media_type = f"text/x-{language}" if language else "text/plain"
         return cls(path, hashlib.sha256(raw).hexdigest(), len(raw), lines, media_type)
 

@@ -43,7 +43,7 @@ class Source:
 def read(path: str, text: str) -> Source:
     """Read a file, whatever it holds: what isn't understood gives no items."""
     whole = Mapped.whole(text)
-    language = languages.of_path(path) or languages.of_code(text + "\n;") or "text"
+    language = languages.of_file(path, text) or languages.of_code(text + "\n;") or "text"
     if language in ("c", "c++"):
         language = languages.dialect(text)
     parts = [(part, place) for part, place in _parts(whole, language, "", 0)]

@@ -23,8 +23,14 @@ LICENCES = ("license", "licence", "copying")
 
 
 def takes(path: Path) -> bool:
-    """A file whose suffix names a language."""
-    return languages.of_path(path.name) is not None
+    """A file whose suffix names a language; assembler also by its text."""
+    language = languages.of_path(path.name)
+    if language != "gcn":
+        return language is not None
+    try:
+        return languages.of_file(path.name, read_bytes(path).decode(errors="replace")) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def count(path: Path) -> int:

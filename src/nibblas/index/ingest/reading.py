@@ -104,9 +104,9 @@ class Interface(NamedTuple):
 
 
 def interface_of(path: str, raw: bytes) -> Interface:
-    """Language by suffix, framework by imports, and the function to call: KernelBot's, else the only public one."""
-    language = languages.of_path(path)
+    """Its language, framework by imports, and the function to call: KernelBot's, else the only public one."""
     text = raw.decode(errors="replace")
+    language = languages.of_file(path, text)
     if language == "python":
         modules, functions = _python(text)
         framework = next((name for module, name in FRAMEWORKS.items() if _imports(modules, module)), None)
