@@ -8,7 +8,6 @@ import math
 import platform
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,6 +31,7 @@ from nibblas.kernel import PLAIN, Kernel, storage_layouts
 from nibblas.kernels import cuda_module
 from nibblas.kernels import kernels as all_kernels
 from nibblas.memory import cold_bytes
+from nibblas.operators import on_device
 from nibblas.ops import format_for
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.roofline import Roofline
@@ -167,9 +167,8 @@ def sweep(
     total = len(shapes) * len(wanted) * len(Ms)
     results: list[Result] = []
     cold = cold_bytes(device)
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     draw = partial(drawn, op, Ms, device=device, L=L, G=G or GROUPS)
-    with on_device, with_threads(line.threads), torch.no_grad():
+    with on_device(device), with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
             dense: dict[torch.dtype, Rotation[Tensor]] = {}
             for format in wanted:

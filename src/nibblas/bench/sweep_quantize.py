@@ -6,7 +6,6 @@ of the caches.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from nibblas.bench.timing import torch_threads as with_threads
 from nibblas.formats import Format, as_format
 from nibblas.kernel import Kernel
 from nibblas.memory import cold_bytes
+from nibblas.operators import on_device
 from nibblas.problem import DTYPES, Problem, arch_of
 from nibblas.quantize import quantize
 from nibblas.roofline import Roofline
@@ -55,8 +55,7 @@ def sweep_quantize(
             format.check_K("bench", K)
     line = probe.measure(device, threads)
     results: list[Result] = []
-    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with on_device, with_threads(line.threads), torch.no_grad():
+    with on_device(device), with_threads(line.threads), torch.no_grad():
         for N, K in shapes:
             x = rotation_of(torch.randn(N, K, dtype=DTYPES[dtype], device=device), cold_bytes(device))
             hard = [matrix.to(DTYPES[dtype]).to(device) for matrix in hard_inputs(K)]
