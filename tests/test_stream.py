@@ -145,7 +145,7 @@ def test_the_folder_and_the_summary(folder, tmp_path):
         stored |= {name: (file, entry) for name, entry in storage.read_header(tmp_path / "out" / file).entries.items()}
     assert index["weight_map"] == {name: file for name, (file, _) in stored.items()}
     after = sum(entry.nbytes for _, entry in stored.values())
-    assert index["metadata"] == {"total_size": after, "total_parameters": 7}
+    assert index["metadata"] == {"total_size": after, "total_parameters": 7, "quant_method": "nibblas"}
 
     assert (summary.bytes_before, summary.bytes_after) == (sum(t.nbytes for t in weights().values()), after)
     assert {tensor.name for tensor in summary.quantized} == QUANTIZED
@@ -429,6 +429,68 @@ def test_an_earlier_run_s_shards_and_index_are_removed(folder, tmp_path):
         quantize_checkpoint(one, out, "nvfp4")
     quantize_checkpoint(one, out, "nvfp4", overwrite=True)
     assert set(contents(out)) == {"model.safetensors", "config.json", "tokenizer.json", "extra/template.jinja"}
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_an_index_is_known_without_its_shards(folder, tmp_path, lost):
+    out, one = tmp_path / "out", tmp_path / "one"
+    quantize_checkpoint(folder, out, "nvfp4")
+    for name in ("model-1-of-2.safetensors", "model-2-of-2.safetensors")[:lost]:
+        (out / name).unlink()
+    one.mkdir()
+    save_file(weights(), one / "model.safetensors")
+    quantize_checkpoint(one, out, "nvfp4", overwrite=True)
+    assert set(contents(out)) == {"model.safetensors", "config.json", "tokenizer.json", "extra/template.jinja"}
+
+
+def test_what_a_killed_run_with_overwrite_left_is_removed(folder, tmp_path):
+    def stop(*call):
+        raise Killed
+
+    out, one, three = tmp_path / "out", tmp_path / "one", shutil.copytree(folder, tmp_path / "three")
+    quantize_checkpoint(folder, out, "nvfp4")
+    index = json.loads((three / "model.safetensors.index.json").read_text())
+    for i, name in enumerate(sorted(set(index["weight_map"].values()))):
+        (three / name).rename(three / f"{i}-of-3.safetensors")
+        index["weight_map"] |= {
+            tensor: f"{i}-of-3.safetensors" for tensor, file in index["weight_map"].items() if file == name
+        }
+    index["weight_map"]["last.weight"] = "2-of-3.safetensors"
+    save_file({"last.weight": torch.ones(4, 128)}, three / "2-of-3.safetensors")
+    (three / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(Killed):
+        quantize_checkpoint(three, out, "nvfp4", overwrite=True, progress=stop)
+    left = {path.name for path in out.iterdir() if "safetensors" in path.name}
+    assert left == {"0-of-3.safetensors.partial", "model.safetensors.index.json"}
+    one.mkdir()
+    save_file(weights(), one / "model.safetensors")
+    quantize_checkpoint(one, out, "nvfp4", overwrite=True)
+    assert set(contents(out)) == {"model.safetensors", "config.json", "tokenizer.json", "extra/template.jinja"}
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 9, 200])
+def test_another_partial_that_stops_in_its_header_is_removed(folder, tmp_path, keep):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old.safetensors.partial").write_bytes((folder / "model-1-of-2.safetensors").read_bytes()[:keep])
+    with pytest.raises(StorageError, match=r"old\.safetensors\.partial would be replaced or removed"):
+        quantize_checkpoint(folder, out, "nvfp4")
+    quantize_checkpoint(folder, out, "nvfp4", overwrite=True)
+    assert not (out / "old.safetensors.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["old.safetensors.partial", "old.safetensors"])
+def test_the_start_of_a_file_of_others_is_not_removed(folder, tmp_path, name):
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    source = folder / "model-1-of-2.safetensors"
+    end = storage.read_header(source).data_start
+    foreign = [source.read_bytes()[:end], source.read_bytes()[: end + 9], b"precious{}", bytes(9)]
+    for content in foreign if path.suffix == ".partial" else [*foreign, b"", source.read_bytes()[:200]]:
+        path.write_bytes(content)
+        with pytest.raises(StorageError, match="did not make"):
+            quantize_checkpoint(folder, tmp_path / "out", "nvfp4", overwrite=True)
+        assert path.read_bytes() == content
 
 
 def test_only_regular_files_are_replaced(folder, tmp_path):

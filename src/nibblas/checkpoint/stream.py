@@ -32,6 +32,7 @@ from nibblas.ops import dequantize, format_for, quantize
 from nibblas.paths import atomic_file, rename, sync, why_not_replaced
 from nibblas.quantize import amax, global_scale_from_amax
 from nibblas.storage import (
+    MAX_HEADER_BYTES,
     METADATA_KEY,
     Entry,
     Header,
@@ -56,6 +57,7 @@ except ImportError:  # Windows has none
 
 DEFAULT_INCLUDE = ("*.weight",)
 SOURCE_KEY = "nibblas_source"  # in the metadata of a file: the digest of its source and of the options
+QUANT_METHOD = {"quant_method": "nibblas"}  # in the quantization_config of config.json and the metadata of an index
 SOURCE_DTYPES = ("F32", "BF16", "F16")
 CHUNK_BYTES = 8 << 20  # of the source at a time: the fp32 copies that measure the error are a few times larger
 # Weights that models store as (..., K, N), by model_type; a file with them tells nothing of it.
@@ -364,10 +366,10 @@ def quantize_checkpoint(
         named "*expert*".
     exclude : patterns of names that are left as they are even if included; None is nn.DEFAULT_EXCLUDE, as of
         `nn.convert`.
-    overwrite : write all of dst anew, in place of what is there, and remove other weights that an earlier run made.
-        Without it nothing is replaced or removed: a file that holds what would be written is kept, an unfinished one is
-        gone on with, and any other in the way is an error, be it of another source (its size and time of change count),
-        of other options or of something else.
+    overwrite : write all of dst anew, in place of what is there, and remove other weights that an earlier run made or
+        began (its files and its index tell). Without it nothing is replaced or removed: a file that holds what would be
+        written is kept, an unfinished one is gone on with, and any other in the way is an error, be it of another
+        source (its size and time of change count), of other options or of something else.
     strict : raise at the first tensor to quantize that holds NaN or Inf; without it those blocks become NaN, and the
         Summary counts them.
     progress : called with source bytes done, those in all, and the tensor's name. NVFP4 reads a tensor twice.
@@ -581,14 +583,23 @@ def _made_from(path: Path) -> str | None:
 
 
 def _is_made(path: Path) -> bool:
-    """Whether an earlier run made this file of weights, or all that this index names."""
+    """Whether an earlier run made this file of weights or this index, or began it: a .partial may end in its header."""
     if not path.name.endswith(".index.json"):
-        return _made_from(path) is not None
+        return _made_from(path) is not None or (path.suffix == ".partial" and _ends_in_header(path))
     try:
-        files = set(weight_map(path).values())
+        metadata = read_json(path).get("metadata")
     except (StorageError, OSError):
         return False
-    return bool(files) and all(_made_from(path.with_name(file)) for file in files)
+    return isinstance(metadata, dict) and metadata.items() >= QUANT_METHOD.items()
+
+
+def _ends_in_header(path: Path) -> bool:
+    """Whether a file is the start of a safetensors file, or empty, and holds nothing of a tensor yet."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        raw, size = file.read(9), path.stat().st_size
+    return size < 9 or (raw[8:] == b"{" and size - 8 < int.from_bytes(raw[:8], "little") <= MAX_HEADER_BYTES)
 
 
 def _digest(source: Header, options: Options) -> str:
@@ -642,12 +653,12 @@ def _beside(
         files = {name: shard.target.name for shard in shards for name in shard.header.entries}
         known = content.get("metadata")
         metadata = dict(known) if isinstance(known, dict) else {}
-        metadata["total_size"] = sum(shard.bytes_after for shard in shards)
+        metadata |= {"total_size": sum(shard.bytes_after for shard in shards), **QUANT_METHOD}
         content = {**content, "metadata": metadata, "weight_map": dict(sorted(files.items()))}
         beside[dst / index.name] = _json(content)
     config = src / "config.json"
     if config.is_file():
-        quantization_config = {"quant_method": "nibblas", **shards[0].options.as_dict()}
+        quantization_config = {**QUANT_METHOD, **shards[0].options.as_dict()}
         beside[dst / config.name] = _json({**read_json(config), "quantization_config": quantization_config})
     return beside, left_out
 
