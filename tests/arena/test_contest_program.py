@@ -82,7 +82,7 @@ def test_complete_records_are_kept_and_others_resumed(checkout, runs, tmp_path):
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")
     assert len(runs) == 1
     path = kept / "nvfp4_gemv.cpu.json"
-    records.write(replace(records.read(path), complete=False), path)
+    records.write(replace(records.read(path), complete=False, verdict="unfinished", score=None), path)
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")
     assert [resumes for *_, resumes in runs] == [False, True]
 

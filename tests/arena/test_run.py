@@ -468,7 +468,7 @@ COMPLETE = json.dumps(
         },
         "isolation": {},
         "protocol": {"mode": "test", "seeds": [{"commitment": "0" * 64}]},
-        "verdict": "correct here",
+        "verdict": "unfinished",
         "complete": True,
     }
 )

@@ -2,18 +2,21 @@
 
 One JSON document a run. record.schema.json beside this file describes it field by field, and docs/arena.md shows the
 same as a table. A number that is not finite (a time that a submission claims, for instance) is written as null.
+What is read must also agree with itself: a record that was changed afterwards mostly does not.
 """
 
 import hashlib
 import json
 import math
 import os
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
 from nibblas.paths import write_atomically
@@ -27,6 +30,18 @@ CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "inco
 RunVerdict = Literal["correct here", "wrong", "crashed", "timeout", "refused", "incompatible here", "unfinished"]
 Severity = Literal["info", "flag", "refuse"]
 Scalar = str | int | float | bool | None
+
+# From the gravest: what the worst of its cases makes of a run.
+GRAVITY: tuple[tuple[CaseVerdict, RunVerdict], ...] = (
+    ("refused", "refused"),
+    ("wrong", "wrong"),
+    ("crashed", "crashed"),
+    ("timeout", "timeout"),
+    ("incompatible", "incompatible here"),
+    ("not run", "unfinished"),
+    ("correct", "correct here"),
+)
+ROUNDING = 1e-9  # by which a number that is computed anew may differ, relatively
 
 
 @dataclass(frozen=True)
@@ -296,17 +311,26 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """The inverse of to_json; ValueError for what is not a record of this schema, with the field at fault."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a record: {error}") from None
+        """The inverse of to_json; ValueError for what is not a record of this schema, with the field at fault.
+
+        So for a record that contradicts itself: seeds and commitments, statistics and samples, verdicts, the score.
+        """
+        values = _parsed(text)
         if not isinstance(values, dict) or "schema" not in values:
             raise ValueError("not a record: the document has no field schema")
         if values["schema"] != SCHEMA:
             raise ValueError(f"the record has schema {values['schema']!r}, this nibblas reads schema {SCHEMA}")
         _validate(values)
-        return _built(cls, values)
+        record = _built(cls, values)
+        for place, what in _contradictions(record):
+            raise ValueError(f"the record contradicts itself: at {place}: {what}")
+        return record
+
+
+def verdict_of(cases: Iterable[CaseResult]) -> RunVerdict:
+    """What the cases make of a run that has ended; those that were not run count where no other was."""
+    verdicts: set[CaseVerdict] = {case.verdict for case in cases if case.verdict != "not run"} or {"not run"}
+    return next(run for case, run in GRAVITY if case in verdicts)
 
 
 def commit(seed: int, salt: str) -> str:
@@ -366,6 +390,95 @@ def read(path: Path) -> Record:
 def schema() -> dict:
     """The JSON Schema (2020-12) of a record."""
     return json.loads(Path(__file__).with_name("record.schema.json").read_text())
+
+
+def _parsed(text: str) -> Any:
+    try:
+        values = json.loads(text)
+        place = _not_finite(values)
+    except ValueError as error:
+        raise ValueError(f"not a record: {error}") from None
+    except RecursionError:
+        raise ValueError("not a record: it is nested too deeply") from None
+    if place is not None:
+        raise ValueError(f"not a record: at ${place}: a number that is not finite, which is null in a record")
+    return values
+
+
+def _not_finite(value: Any) -> str | None:
+    """The place of the first number that no float holds: NaN and Infinity, which json reads, or 1e999. None without."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if (place := _not_finite(item)) is not None:
+                return (f"[{key}]" if isinstance(value, list) else f".{key}") + place
+    elif isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        return ""
+    return None
+
+
+def _contradictions(record: Record) -> Iterator[tuple[str, str]]:
+    """Places in a record that disagree with others, and how."""
+    for i, seed in enumerate(record.protocol.seeds):
+        if (what := _of_seed(seed)) is not None:
+            yield f"$.protocol.seeds[{i}]", what
+    starts = len(record.protocol.seeds)
+    for i, case in enumerate(record.cases):
+        if not 0 <= case.start < starts:
+            yield f"$.cases[{i}].start", f"{case.start}, and the seeds of the protocol are {starts}, from 0"
+        if (least := min(claimed(case.samples, record.protocol.timer), default=1.0)) <= 0:
+            yield f"$.cases[{i}].samples", f"a valid one claims {least} ns, and times are positive"
+        if (what := _of_statistics(case, record.protocol.timer)) is not None:
+            yield f"$.cases[{i}].statistics", what
+    expected = verdict_of(record.cases) if record.complete else "unfinished"
+    if record.verdict != expected:
+        why = "its cases make it" if record.complete else "a run that is not complete is"
+        yield "$.verdict", f"{record.verdict!r}, and {why} {expected!r}"
+    if record.score is not None and (what := _of_score(record)) is not None:
+        yield "$.score", what
+
+
+def _of_seed(seed: Seed) -> str | None:
+    if seed.seed is None and seed.salt is None:
+        return None
+    if seed.seed is None or seed.salt is None:
+        return "of seed and salt only one is told"
+    return None if commit(seed.seed, seed.salt) == seed.commitment else "the commitment is not that of seed and salt"
+
+
+def _of_statistics(case: CaseResult, timer: str) -> str | None:
+    found, times = case.statistics, claimed(case.samples, timer)
+    if found is None:
+        is_timed = case.kind in ("benchmark", "leaderboard")
+        return f"null, and {len(times)} samples of the timer {timer!r} are valid" if times and is_timed else None
+    if found.timer != timer:
+        return f"of the timer {found.timer!r}, and that of the protocol is {timer!r}"
+    if found.n != len(times) or not times:
+        return f"n is {found.n}, and {len(times)} samples are valid"
+    if not math.isclose(found.median_ns, median(times), rel_tol=ROUNDING):
+        return f"median_ns is {found.median_ns}, and the median of the valid samples is {median(times)}"
+    if not found.low_ns <= found.median_ns <= found.high_ns:
+        return "the median is not within its interval"
+    return None
+
+
+def _of_score(record: Record) -> str | None:
+    ranked = [case.statistics for case in record.cases if case.kind == record.mode]
+    seconds = [found.median_ns * 1e-9 for found in ranked if found is not None]
+    if record.verdict != "correct here" or not seconds or len(seconds) < len(ranked):
+        return "told of a run that is not correct here, or in which not every case was timed"
+    expected = _score(seconds, record.task.ranking_by)
+    if math.isclose(record.score or 0.0, expected, rel_tol=ROUNDING):
+        return None
+    return f"{record.score}, and the medians make it {expected} (ranking_by {record.task.ranking_by})"
+
+
+def _score(seconds: list[float], ranking_by: str) -> float:
+    """As problem.Task.score makes it of the medians."""
+    if ranking_by == "last":
+        return seconds[-1]
+    if ranking_by == "mean":
+        return math.fsum(seconds) / len(seconds)
+    return math.exp(math.fsum(map(math.log, seconds)) / len(seconds)) if min(seconds) > 0 else 0.0
 
 
 def _validate(values: dict) -> None:

@@ -34,7 +34,6 @@ from nibblas.arena.record import (
     Mode,
     Protocol,
     Record,
-    RunVerdict,
     Seed,
     SubmissionFacts,
     TaskFacts,
@@ -52,16 +51,6 @@ STAGES: dict[Mode, tuple[Mode, ...]] = {
 }
 _LISTS: dict[Mode, str] = dict.fromkeys(STAGES, "benchmarks") | {"test": "tests"}  # of task.yml
 SECRET_BITS = 31  # of the seed of one call; combined with a public seed it stays within 64 bits
-# From the gravest: what the worst of its cases makes of a run.
-GRAVITY: tuple[tuple[CaseVerdict, RunVerdict], ...] = (
-    ("refused", "refused"),
-    ("wrong", "wrong"),
-    ("crashed", "crashed"),
-    ("timeout", "timeout"),
-    ("incompatible", "incompatible here"),
-    ("not run", "unfinished"),
-    ("correct", "correct here"),
-)
 
 
 Progress = Callable[[str], None]
@@ -313,10 +302,9 @@ class _Run:
 
     def _end(self, rest: Sequence[CaseResult], reason: str) -> Record:
         cases = (*self.record.cases, *rest)
-        verdicts: set[CaseVerdict] = {case.verdict for case in cases if case.verdict != "not run"} or {"not run"}
-        verdict = next(run for case, run in GRAVITY if case in verdicts)
+        verdict = record.verdict_of(cases)
         if not reason:
-            worst = next((case for case in cases if _run_verdict(case.verdict) == verdict != "correct here"), None)
+            worst = next((case for case in cases if record.verdict_of([case]) == verdict != "correct here"), None)
             reason = f"{worst.kind} {worst.text}: {worst.message}".removesuffix(": ") if worst else ""
         ranked = [case.statistics for case in cases if case.kind == STAGES[self.options.mode][-1]]
         medians = [found.median_ns * 1e-9 for found in ranked if found is not None]
@@ -386,10 +374,6 @@ class _Run:
         """The secret seed of one call of a case."""
         digest = hashlib.sha256(f"{self.secret}/{kind}/{case.text}/{index}".encode()).digest()
         return int.from_bytes(digest[:8]) % 2**SECRET_BITS
-
-
-def _run_verdict(verdict: CaseVerdict) -> RunVerdict:
-    return dict(GRAVITY)[verdict]
 
 
 def _decisive(record: Record) -> dict[str, object]:
