@@ -1,10 +1,14 @@
 """The `key: value` log and the exit status of a run, as KernelBot's tools read them."""
 
 import base64
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
+from nibblas.arena.commands import app
 from nibblas.arena.popcorn import evaluate, exit_code, log
 from nibblas.arena.record import (
     CaseResult,
@@ -175,3 +179,46 @@ def test_an_evaluation_that_can_not_start(descriptor, arguments, status, says, t
             monkeypatch.setenv("POPCORN_FD", str(results.fileno()) if descriptor == "open" else descriptor)
         assert evaluate(arguments) == status
     assert says in capsys.readouterr().err
+
+
+TESTS = r"(tests:\n)(  - .*\n)+"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "becomes", "arguments", "says"),
+    [
+        (TESTS, r"\1  - {size: 7.5}\n", ["--dialect", "kernelbot"], "KernelBot can't read 'size: 7.5'"),
+        (TESTS, r"\1  - {size: [[7]]}\n", ["--dialect", "kernelbot"], "KernelBot can't read 'size: [[7]]'"),
+        (TESTS, "", [], "has no tests, which mode test runs"),
+        (r"\A", "\xff", [], "not YAML"),
+        (r"\A(.*\n)*\Z", None, [], "no task.yml here"),
+        (r"\A", "", ["--against", "gone.py", "--mode", "benchmark"], "gone.py: no such file or folder"),
+        (r"\A", "", ["--resume", "problem/task.yml"], "not a record"),
+    ],
+)
+def test_a_run_that_can_not_be_read_says_so(pattern, becomes, arguments, says, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(problem("vector_add"), "problem")
+    task = tmp_path / "problem" / "task.yml"
+    if becomes is None:
+        task.unlink()
+    else:
+        task.write_text(re.sub(pattern, becomes, task.read_text()), encoding="latin-1")
+    command = ["run", "problem", "problem/submission.py", "--popcorn", *arguments]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 113, done.output
+    error, check = done.stdout.splitlines()
+    assert error.startswith("error: ")
+    assert says in error
+    assert check == "check: fail"
+    plain = CliRunner().invoke(app, [word for word in command if word != "--popcorn"])
+    assert isinstance(plain.exception, ValueError)
+
+
+def test_a_submission_that_is_not_there_is_told_and_wrong_usage_stays_that(problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = str(problem("vector_add"))
+    done = CliRunner().invoke(app, ["run", directory, "gone.py", "--popcorn"])
+    assert done.exit_code == 113
+    assert read(done.stdout) == {"error": "gone.py: no such file or folder", "check": "fail"}
+    assert CliRunner().invoke(app, ["run", directory, "gone.py", "--popcorn", "--mode", "none"]).exit_code == 2

@@ -3,6 +3,8 @@
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_hex
@@ -79,9 +81,10 @@ def _run(
     device = str(device_called(device))
     if against is not None and mode not in ("benchmark", "leaderboard"):
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
-    task = read_task(problem, dialect)
-    entry = read_submission(submission, task)
-    other = None if against is None else entry if against == "self" else read_submission(Path(against), task)
+    with _told_as(popcorn, ValueError, OSError):
+        task = read_task(problem, dialect)
+        entry = read_submission(submission, task)
+        other = None if against is None else entry if against == "self" else read_submission(Path(against), task)
     path = output or resume or Path(f"arena-{task.name}-{datetime.now(UTC):%Y%m%dT%H%M%S}-{token_hex(2)}.json")
     path = path.absolute()
     if resume is None:
@@ -101,8 +104,9 @@ def _run(
     )
     console = Console(stderr=True, soft_wrap=True)
     try:
-        with records.only_writer(path), console.status("") as status:
-            resumed = None if resume is None else records.read(resume)
+        with records.only_writer(path), console.status("") as status, _told_as(popcorn, ArenaError):
+            with _told_as(popcorn, ValueError, OSError):
+                resumed = None if resume is None else records.read(resume)
             if resumed is not None and resumed.complete:
                 raise ArenaError(f"{resume}: this run is complete, there is nothing to go on with")
             found = run(
@@ -133,6 +137,20 @@ def _run(
         print_record(found, console_of_stdout())
         print(f"record: {path}")
     raise typer.Exit(popcorn_log.exit_code(found) if popcorn else int(found.verdict != "correct here"))
+
+
+@contextmanager
+def _told_as(popcorn: bool, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds are of cases or files that can't be read: with `popcorn`, in its lines and status."""
+    from nibblas.arena import popcorn as popcorn_log
+
+    try:
+        yield
+    except kinds as error:
+        if not popcorn:
+            raise
+        print(popcorn_log.log_of_error(error), end="")
+        raise typer.Exit(popcorn_log.BAD_CASES) from None
 
 
 @app.command("show", no_args_is_help=True)

@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -26,7 +26,16 @@ TIMEOUT = 114
 
 def log(record: Record) -> str:
     """The lines of a run: its tests, the benchmarks of its own mode, then `check`. No value can leave its line."""
-    return "".join(f"{key}: {_on_one_line(str(value))}\n" for key, value in _entries(record))
+    return _lines(_entries(record))
+
+
+def log_of_error(error: Exception) -> str:
+    """The lines of a run that did not begin, since something can't be read."""
+    return _lines([("error", str(error)), ("check", "fail")])
+
+
+def _lines(entries: Iterable[tuple[str, object]]) -> str:
+    return "".join(f"{key}: {_on_one_line(str(value))}\n" for key, value in entries)
 
 
 def _entries(record: Record) -> Iterator[tuple[str, object]]:
