@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nibblas.arena import case as arena_case
 from nibblas.arena import record as records
 from nibblas.arena import run as arena_run
 from nibblas.arena.commands import app
@@ -170,6 +171,52 @@ def test_a_submission_against_itself(arena, problem, monkeypatch, tmp_path):
     assert case.floor_ns == pytest.approx(needed / 1e12 * 1e9), "a and b; the output fits into the cache"
     places = [sample.fresh_addresses for sample in case.samples]
     assert all(sorted(places[at : at + 4]) == [False, False, True, True] for at in range(0, len(places) - 3, 4))
+
+
+def test_a_run_without_a_known_bandwidth_says_once_that_it_has_no_floors(arena, problem, monkeypatch, tmp_path):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "cache"))
+    keep(Roofline("unknown", "cpu", 1, 1e10, {"fp32": 1e9}, "assumed"), torch.device("cpu"))
+    directory = problem("vector_add")
+    own = directory / "submission.py"
+    found = arena(directory, own, mode="benchmark", budget=0.1)
+    assert [case.floor_ns for case in found.cases] == [None, None]
+    (told,) = [finding for finding in found.all_findings if finding.class_id == "no-floor"]
+    assert told.what == "no floor: this device's bandwidth is not known (`nibblas doctor` measures it)"
+    assert told.severity == "info"
+    again = arena(directory, own, mode="benchmark", budget=0.1, resumed=replace(found, cases=found.cases[:1]))
+    assert again.all_findings.count(told) == 1
+    assert told not in arena(directory, own).all_findings, "tests take no times"
+
+
+@pytest.mark.parametrize(
+    ("probing", "changes", "why"),
+    [
+        (3.0, {}, None),
+        (0.0, {}, "the reference is too slow for its reads to be probed"),
+        (3.0, {"ref_kernel": "right"}, "the problem has no ref_kernel whose reads could be probed"),
+        (
+            3.0,
+            {"ref_kernel(data)": "sum(data)", "return a + b": "return torch.randn_like(a)"},
+            "the reference gives no tensors, or others each time",
+        ),
+    ],
+)
+def test_a_case_without_a_floor_says_why(probing, changes, why, arena, problem, monkeypatch, tmp_path):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "cache"))
+    keep(Roofline("fast", "cpu", 1, 1e15, {"fp32": 1e9}, "measured"), torch.device("cpu"))
+    monkeypatch.setitem(arena_case.PROBING, "benchmark", probing)
+    directory = tmp_path / "add"
+    shutil.copytree(problem("vector_add"), directory)
+    text = (directory / "reference.py").read_text()
+    for was, becomes in changes.items():
+        text = text.replace(was, becomes)
+    (directory / "reference.py").write_text(text)
+    found = arena(directory, directory / "submission.py", mode="benchmark", budget=0.1)
+    assert found.verdict == "correct here", found.reason
+    for case in found.cases:
+        told = [finding.what for finding in case.findings if finding.class_id == "no-floor"]
+        assert told == ([f"no floor: {why}"] if why else [])
+        assert (case.floor_ns is None) == bool(why)
 
 
 SLOW_AT_FIRST = """

@@ -239,9 +239,11 @@ class CaseRun:
 
     def _floor(self, made: Made) -> float | None:
         protocol = self.run.record.protocol
-        return timing.floor_ns(
-            made.facts.get("read_bytes"), made.facts.get("written_bytes", 0), protocol.flush_bytes, protocol.bandwidth
-        )
+        read, written = made.facts.get("read_bytes"), made.facts.get("written_bytes", 0)
+        # The run tells it where the bandwidth is what lacks.
+        if self.kind in timing.TIMED and protocol.bandwidth is not None and read is None:
+            self._find(Finding("no-floor", "info", f"no floor: {made.facts.get('unprobed', '')}"))
+        return timing.floor_ns(read, written, protocol.flush_bytes, protocol.bandwidth)
 
     def _called(self, index: int, made: Made, *, again: bool) -> Sample | None:
         """A call and its check; None, with the verdict set, where the case ends with it."""
@@ -374,7 +376,7 @@ class CaseRun:
         refused = self._refusal()
         if refused is not None and self.verdict == "correct":
             self.verdict, self.message = "refused", refused.what
-        is_timed = self.kind in ("benchmark", "leaderboard")
+        is_timed = self.kind in timing.TIMED
         return CaseResult(
             self.kind,
             self.case.text,

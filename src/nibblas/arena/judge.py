@@ -84,7 +84,7 @@ class Judge:
         """Make the data of a call, and put it into shared memory.
 
         The first call of a case also finds out which arguments are there to be filled, so that they hold nothing that
-        helps, and, in at most `probing` seconds, how many bytes must be read.
+        helps, and, in at most `probing` seconds, how many bytes must be read, or else why that is not known.
         """
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(request["seed"] % 2**32)
@@ -118,7 +118,7 @@ class Judge:
         facts: dict[str, Any] = {}
         self.is_large = parcel.nbytes > LARGE
         if self.ref_kernel is None:
-            return facts
+            return {"unprobed": "the problem has no ref_kernel whose reads could be probed"}
         started = time.monotonic()
         expected = self.ref_kernel(copy_of(parcel))
         one = time.monotonic() - started
@@ -128,9 +128,12 @@ class Judge:
         self.filled = output_arguments(self.data, self.ref_kernel)
         tensors = correctness.named_tensors(self.data, "data")
         self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
+        facts["unprobed"] = "the reference is too slow for its reads to be probed"
         if one * 2 < probing:
+            facts["unprobed"] = "there is too little memory to probe the reference's reads"
             with without_memory_is_fine():
                 facts["read_bytes"] = read_bytes(self.ref_kernel, parcel, probing)
+                facts["unprobed"] = "the reference gives no tensors, or others each time"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the workers want the same memory
         return facts

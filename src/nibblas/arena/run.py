@@ -31,6 +31,7 @@ from nibblas.arena.record import (
     CaseVerdict,
     Comparison,
     Environment,
+    Finding,
     Mode,
     Protocol,
     Record,
@@ -51,6 +52,9 @@ STAGES: dict[Mode, tuple[Mode, ...]] = {
 }
 _LISTS: dict[Mode, str] = dict.fromkeys(STAGES, "benchmarks") | {"test": "tests"}  # of task.yml
 SECRET_BITS = 31  # of the seed of one call; combined with a public seed it stays within 64 bits
+NO_BANDWIDTH = Finding(
+    "no-floor", "info", "no floor: this device's bandwidth is not known (`nibblas doctor` measures it)"
+)
 
 
 Progress = Callable[[str], None]
@@ -265,6 +269,9 @@ class _Run:
 
     def _stages(self) -> None:
         for stage in STAGES[self.options.mode]:
+            findings = self.record.findings
+            if stage in timing.TIMED and self.record.protocol.bandwidth is None and NO_BANDWIDTH not in findings:
+                self._keep(findings=(*findings, NO_BANDWIDTH))
             for contestant in self.contestants:
                 contestant.seconds = self.task.timeout(stage)
             for kind, case in list(self._planned()):
