@@ -607,3 +607,32 @@ def test_runs_that_start_together_name_their_records_apart(problem, tmp_path, mo
     for _ in range(2):
         assert CliRunner().invoke(app, ["run", str(directory), str(directory / "submission.py")]).exit_code == 0
     assert len(list(tmp_path.glob("arena-vector_add-*.json"))) == 2
+
+
+def test_cases_of_one_text_are_each_run_when_a_run_goes_on(problem, tmp_path, arena):
+    directory = tmp_path / "twice"
+    shutil.copytree(problem("vector_add"), directory)
+    task = (directory / "task.yml").read_text()
+    (directory / "task.yml").write_text(task.replace("{size: 1000, seed: 2}", "{size: 7, seed: 1}"))
+    own = directory / "submission.py"
+    found = arena(directory, own)
+    assert verdicts(found) == [("test", "correct")] * 2
+    again = arena(directory, own, resumed=replace(found, cases=found.cases[:1], complete=False))
+    assert verdicts(again) == [("test", "correct")] * 2
+
+
+def test_hardened_inputs_are_of_tests_and_a_case_tells_where_there_are_none(problem, arena):
+    directory = problem("vector_add")
+    with pytest.raises(ArenaError, match="mode benchmark runs none"):
+        arena(directory, directory / "submission.py", mode="benchmark", hardened=True)
+    found = arena(directory, directory / "submission.py", hardened=True)
+    assert "hardened" in {finding.class_id for finding in found.all_findings}
+
+
+def test_a_check_that_takes_wrong_answers_is_told_of(problem, arena):
+    found = arena(problem("long_softmax"), problem("softmax") / "submission.py")
+    assert found.verdict == "correct here"
+    told = [finding.what for finding in found.all_findings if finding.class_id == "weak-check"]
+    assert any("all zeros" in what for what in told)
+    strict = arena(problem("vector_add"), problem("vector_add") / "submission.py")
+    assert "weak-check" not in {finding.class_id for finding in strict.all_findings}

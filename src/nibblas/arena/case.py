@@ -73,6 +73,7 @@ class CaseRun:
         self.coverage: tuple[Coverage, ...] = ()
         self.findings: dict[str, Finding] = {}
         self.stand_ins: set[str] = set()
+        self.redrawn: set[str] = set()  # inputs that were hardened
         self.floor: float | None = None
         self.ratio: PairedRatio | None = None
         self.started = math.inf  # with the calls that count
@@ -85,6 +86,8 @@ class CaseRun:
         for index, hardened in enumerate(hardenings):
             if not self._one(index, secret=index > 0, hardened=hardened):
                 return
+        if self.run.options.hardened and not self.redrawn:
+            self._find(Finding("hardened", "info", "no inputs were hardened: none of them are FP4 or block scales"))
 
     def benchmark(self, first: int = 0) -> None:
         """Calls on fresh inputs until the stopping rule is satisfied; in ranked cases all seeds are secret."""
@@ -164,7 +167,7 @@ class CaseRun:
                 call = contestant.call(
                     made, run.judge.room, run.device.type, elsewhere=False, inspect=False, traced=traced
                 )
-                good, message, _ = run.judge.check(call.returned, measure=False)
+                good, message, *_ = run.judge.check(call.returned, measure=False)
             result = replace(result, calls=index + 1)
             if traced:
                 found = timing.traced(call.work, timing.nanoseconds(call.spans, contestant.timers)[timer])
@@ -230,6 +233,7 @@ class CaseRun:
         probing = PROBING[self.kind] if run.record.protocol.bandwidth is not None and not anew else 0.0
         made = run.judge.make(values, seed, first=anew or index == 0, hardened=hardened, probing=probing)
         try:
+            self.redrawn |= set(made.facts.get("redrawn", ()))
             self.coverage += tuple(_coverage(found) for found in made.facts.get("coverage", ()))
             if index == 0:
                 self.floor = self._floor(made)
@@ -255,7 +259,8 @@ class CaseRun:
         self.calls += 1
         before, since = contestant.processes() if inspect else [], time.monotonic()
         measure = index == 0 and contestant is run.contestants[0]
-        good, message, errors = run.judge.check(call.returned, measure=measure, again=again)
+        self_test = measure and self.kind == "test"
+        good, message, errors, takes = run.judge.check(call.returned, measure=measure, again=again, self_test=self_test)
         if inspect:
             self._look_at(before, contestant.processes(), time.monotonic() - since, f"call {index}")
         self.inside.append(call.inside_ns)
@@ -277,6 +282,9 @@ class CaseRun:
             if (found.max_relative_rms or 0.0) > ACCEPTABLE:
                 what = f"the check accepts {found.output}, which is off by {found.max_relative_rms:.0%} of the RMS"
                 self._find(Finding("weak-check", "info", f"{what} of the {found.against} answer", f"call {index}"))
+        if takes:
+            what = f"the check takes wrong answers for right: {', '.join(takes)}"
+            self._find(Finding("weak-check", "info", what, f"call {index}"))
         claims = timing.nanoseconds(call.spans, contestant.timers)
         sample = Sample(claims, float(call.observed_ns), True, "", throttled, elsewhere)
         return self._validated(index, sample)

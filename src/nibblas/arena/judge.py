@@ -25,6 +25,7 @@ from nibblas.arena import correctness
 from nibblas.arena.coverage import coverage
 from nibblas.arena.harden import Hardener
 from nibblas.arena.launcher import hide_from_other_processes
+from nibblas.arena.mutants import OF_OUTPUT, Situation
 from nibblas.arena.poison import output_arguments, poison_
 from nibblas.arena.record import Errors
 from nibblas.arena.standins import StandIns, install
@@ -45,6 +46,7 @@ from nibblas.memory import is_out_of_memory, without_memory_is_fine
 MAX_TEXT = 8000  # characters of a message that are sent
 PARTS = 8  # of a storage, each of which may matter or not
 BLOCK = 4096  # bytes of a part that are changed to see
+SELF_TEST = 1.0  # seconds for trying faulty answers on a problem's check, which itself may take no longer
 LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
 
 
@@ -156,7 +158,9 @@ class Judge:
         parcel = pack(self.data)
         answers = self._answers(parcel) if (request["measure"] or self.hardened) and not self.is_large else []
         data = copy_of(parcel) if request["again"] else self.data
+        started = time.monotonic()
         good, message = correctness.passes(self.reference.check_implementation, data, output)
+        is_quick = time.monotonic() - started < SELF_TEST
         if good and self.hardened:
             faults = [correctness.fault_beside_rounding(output, answer) for answer in answers]
             good, message = not any(faults), next(filter(None, faults), message)
@@ -164,8 +168,25 @@ class Judge:
             "errors": [asdict(errors) for answer in answers for errors in _errors(output, answer)],
             "good": good,
             "message": message[:MAX_TEXT],
+            "takes": self._takes(parcel) if request["self_test"] and good and is_quick and not self.is_large else [],
             "stand_ins": self.stand_ins.take_used(),
         }
+
+    def _takes(self, parcel: Parcel) -> list[str]:
+        """Faulty answers that the problem's check takes for right, of those that are tried in SELF_TEST seconds."""
+        if self.ref_kernel is None:
+            return []
+        right, found, until = self.ref_kernel(copy_of(parcel)), [], time.monotonic() + SELF_TEST
+        for mutant in OF_OUTPUT:
+            data = copy_of(parcel)
+            wrong = mutant.make(Situation(data, right, None, self.ref_kernel, ()))
+            if time.monotonic() > until:
+                break
+            if wrong is None or _is_same(wrong, right):
+                continue
+            if correctness.passes(self.reference.check_implementation, data, wrong)[0]:
+                found.append(mutant.name)
+        return found
 
     def _answers(self, parcel: Parcel) -> list[correctness.Answer]:
         exact = correctness.exact_answer(self.task, copy_of(parcel), self.ref_kernel)
@@ -173,6 +194,11 @@ class Judge:
         if self.ref_kernel is not None:
             rounded = correctness.reference_answer(self.ref_kernel(copy_of(parcel)))
         return [answer for answer in (exact, rounded) if answer is not None]
+
+
+def _is_same(output: Any, other: Any) -> bool:
+    one, two = (correctness.named_tensors(of, "result") for of in (output, other))
+    return one.keys() == two.keys() and all(same_bytes(one[name], two[name]) for name in one)
 
 
 def _errors(output: Any, answer: correctness.Answer) -> tuple[Errors, ...]:

@@ -108,11 +108,15 @@ class JudgeProcess:
         """The file descriptor of shared memory for an output; to be closed by the caller."""
         return self._ask("room", nbytes=nbytes)["fds"][0]
 
-    def check(self, returned: Returned, *, measure: bool, again: bool = False) -> tuple[bool, str, tuple[Errors, ...]]:
-        """Whether an output is right, what the problem says of it, and how large its errors are."""
-        reply = self._ask("check", output=returned.to_json(), measure=measure, again=again)
+    def check(
+        self, returned: Returned, *, measure: bool, again: bool = False, self_test: bool = False
+    ) -> tuple[bool, str, tuple[Errors, ...], list[str]]:
+        """Whether an output is right, what the problem says of it, how large its errors are, and, with `self_test`,
+        which faulty answers the problem takes for right.
+        """
+        reply = self._ask("check", output=returned.to_json(), measure=measure, again=again, self_test=self_test)
         errors = [Errors(**{**e, "worst_index": tuple(e["worst_index"])}) for e in reply.get("errors", ())]
-        return reply["good"], reply["message"], tuple(errors)
+        return reply["good"], reply["message"], tuple(errors), reply.get("takes", [])
 
     def _ask(self, do: str, **values: Any) -> dict:
         try:

@@ -8,6 +8,7 @@ import hashlib
 import platform
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -84,6 +85,8 @@ def run(
     Raises ArenaError where the problem has no cases of the mode, and KeyboardInterrupt after the record was written, so
     that it can be resumed.
     """
+    if options.hardened and "test" not in STAGES[options.mode]:
+        raise ArenaError(f"--hardened adds inputs to tests, of which mode {options.mode} runs none")
     if not task.cases(options.mode):
         raise ArenaError(f"{task.name} has no {_LISTS[options.mode]}, which mode {options.mode} runs")
     hide_from_other_processes()
@@ -261,11 +264,10 @@ class _Run:
 
     def _planned(self) -> Iterator[tuple[Mode, Case]]:
         """Stages and cases that the record does not have yet."""
-        done = {(case.kind, case.text) for case in self.record.cases}
+        done = Counter(case.kind for case in self.record.cases)  # the first ones of each stage
         for stage in STAGES[self.options.mode]:
-            for case in self.task.cases(stage):
-                if (stage, case.text) not in done:
-                    yield stage, case
+            for case in self.task.cases(stage)[done[stage] :]:
+                yield stage, case
 
     def _stages(self) -> None:
         for stage in STAGES[self.options.mode]:
@@ -294,7 +296,8 @@ class _Run:
             if not is_last or result.statistics is None or result.verdict != "correct" or result.traced is not None:
                 continue
             self.progress(f"tracing {result.text}")
-            case = next(case for case in self.task.cases(result.kind) if case.text == result.text)
+            before = sum(one.kind == result.kind for one in self.record.cases[:place])
+            case = self.task.cases(result.kind)[before]
             try:
                 traced = CaseRun(self, result.kind, case, self.contestants[0]).trace(result)
             except FaultError as fault:  # of the profiler, for all that is known, and then in the other cases as well
