@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
-from nibblas.arena.record import Dialect, Mode
+from nibblas.arena.record import Dialect, Mode, score_of
 
 try:
     import yaml
@@ -126,13 +126,7 @@ class Task:
 
     def score(self, seconds: list[float]) -> float | None:
         """The score of the benchmarks' times, by `ranking_by`; None without any."""
-        if not seconds:
-            return None
-        if self.ranking_by == "last":
-            return seconds[-1]
-        if self.ranking_by == "mean":
-            return math.fsum(seconds) / len(seconds)
-        return math.exp(math.fsum(map(math.log, seconds)) / len(seconds)) if min(seconds) > 0 else 0.0
+        return score_of(seconds, self.ranking_by) if seconds else None
 
     def why_not(self, devices: int) -> str | None:
         """Why this machine, with that many GPUs, can't run the problem; None where it can."""

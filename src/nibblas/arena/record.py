@@ -466,14 +466,14 @@ def _of_score(record: Record) -> str | None:
     seconds = [found.median_ns * 1e-9 for found in ranked if found is not None]
     if record.verdict != "correct here" or not seconds or len(seconds) < len(ranked):
         return "told of a run that is not correct here, or in which not every case was timed"
-    expected = _score(seconds, record.task.ranking_by)
+    expected = score_of(seconds, record.task.ranking_by)
     if math.isclose(record.score or 0.0, expected, rel_tol=ROUNDING):
         return None
     return f"{record.score}, and the medians make it {expected} (ranking_by {record.task.ranking_by})"
 
 
-def _score(seconds: list[float], ranking_by: str) -> float:
-    """As problem.Task.score makes it of the medians."""
+def score_of(seconds: list[float], ranking_by: str) -> float:
+    """The score that medians make: the last, their mean, or their geometric mean."""
     if ranking_by == "last":
         return seconds[-1]
     if ranking_by == "mean":
