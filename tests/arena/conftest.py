@@ -1,17 +1,27 @@
 """What tests of the arena share: small problems, and short runs of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nibblas import dispatch
 from nibblas.arena.options import Options
 from nibblas.arena.problem import read_task
 from nibblas.arena.record import Record
 from nibblas.arena.run import run
 from nibblas.arena.submission import read_submission
+from nibblas.roofline import roofline
 
 PROBLEMS = Path(__file__).parent / "problems"
+
+
+@pytest.fixture(autouse=True)
+def no_roofline_stays() -> Iterator[None]:
+    """What a test keeps as this machine's roofline is forgotten with it."""
+    yield
+    roofline.cache_clear()
+    dispatch.forget()
 
 
 @pytest.fixture
