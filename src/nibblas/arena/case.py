@@ -19,6 +19,7 @@ from nibblas.arena.options import Options
 from nibblas.arena.parties import Contestant, FaultError, JudgeProcess, Made
 from nibblas.arena.problem import Case
 from nibblas.arena.record import (
+    TIMED,
     CaseResult,
     CaseVerdict,
     Coverage,
@@ -245,7 +246,7 @@ class CaseRun:
         protocol = self.run.record.protocol
         read, written = made.facts.get("read_bytes"), made.facts.get("written_bytes", 0)
         # The run tells it where the bandwidth is what lacks.
-        if self.kind in timing.TIMED and protocol.bandwidth is not None and read is None:
+        if self.kind in TIMED and protocol.bandwidth is not None and read is None:
             self._find(Finding("no-floor", "info", f"no floor: {made.facts.get('unprobed', '')}"))
         return timing.floor_ns(read, written, protocol.flush_bytes, protocol.bandwidth)
 
@@ -384,7 +385,7 @@ class CaseRun:
         refused = self._refusal()
         if refused is not None and self.verdict == "correct":
             self.verdict, self.message = "refused", refused.what
-        is_timed = self.kind in timing.TIMED
+        is_timed = self.kind in TIMED
         return CaseResult(
             self.kind,
             self.case.text,

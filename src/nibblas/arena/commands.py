@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nibblas.arena.record import Dialect, Mode, StandInChoice
+from nibblas.arena.record import TIMED, Dialect, Mode, StandInChoice
 from nibblas.terminal import console_of_stdout, refuse
 
 app = typer.Typer(
@@ -79,7 +79,7 @@ def _run(
     if popcorn and as_json:
         raise typer.BadParameter("--popcorn and --json are given, need one of them")
     device = str(device_called(device))
-    if against is not None and mode not in ("benchmark", "leaderboard"):
+    if against is not None and mode not in TIMED:
         raise ArenaError(f"--against compares times, which mode {mode} takes none of: use --mode benchmark")
     with _told_as(popcorn, ValueError, OSError):
         task = read_task(problem, dialect)

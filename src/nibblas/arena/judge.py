@@ -182,7 +182,7 @@ class Judge:
             wrong = mutant.make(Situation(data, right, None, self.ref_kernel, ()))
             if time.monotonic() > until:
                 break
-            if wrong is None or _is_same(wrong, right):
+            if wrong is None or correctness.is_same(wrong, right):
                 continue
             if correctness.passes(self.reference.check_implementation, data, wrong)[0]:
                 found.append(mutant.name)
@@ -194,11 +194,6 @@ class Judge:
         if self.ref_kernel is not None:
             rounded = correctness.reference_answer(self.ref_kernel(copy_of(parcel)))
         return [answer for answer in (exact, rounded) if answer is not None]
-
-
-def _is_same(output: Any, other: Any) -> bool:
-    one, two = (correctness.named_tensors(of, "result") for of in (output, other))
-    return one.keys() == two.keys() and all(same_bytes(one[name], two[name]) for name in one)
 
 
 def _errors(output: Any, answer: correctness.Answer) -> tuple[Errors, ...]:

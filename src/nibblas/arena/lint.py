@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nibblas.arena import standins
-from nibblas.arena.correctness import named_tensors, passes
+from nibblas.arena.correctness import is_same, named_tensors, passes
 from nibblas.arena.coverage import coverage, gaps
 from nibblas.arena.harden import Hardener
 from nibblas.arena.mutants import MUTANTS, Kernel, Situation, rms
@@ -35,7 +35,6 @@ from nibblas.arena.poison import output_arguments
 from nibblas.arena.problem import TASK_FILE, ArenaError, Case, Task, read_task
 from nibblas.arena.record import Mode
 from nibblas.arena.show import clean
-from nibblas.arena.wire import same_bytes
 from nibblas.terminal import table_of
 
 BUDGET = 60.0  # seconds for a case
@@ -247,14 +246,14 @@ class _Linted:
     def _situation(self, data: Any, seed: int, ref_kernel: Kernel) -> Situation | None:
         """The right answers; None, with the faults told, where the problem does not take them itself."""
         outputs = output_arguments(data, ref_kernel)
-        if not _same(data, self._data(seed), outputs):
+        if not is_same(data, self._data(seed), outputs):
             self.faults.append("generate_input gives other inputs for the same seed")
         given = copy.deepcopy(data)
         with torch.no_grad():
             result = ref_kernel(given)
             right = _cloned(result)
             again = _cloned(ref_kernel(copy.deepcopy(data)))
-        if not _same(right, again):
+        if not is_same(right, again):
             self.faults.append("the reference gives another answer each time")
         good, message = passes(self.reference.check_implementation, copy.deepcopy(data), _cloned(right))
         if not good:
@@ -270,13 +269,13 @@ class _Linted:
         tensors = named_tensors(after, "data")
         for name, t in named_tensors(before, "data").items():
             is_output = name in outputs or tensors[name].untyped_storage().data_ptr() in returned
-            if not is_output and not _same(t, tensors[name]):
+            if not is_output and not is_same(t, tensors[name]):
                 self.faults.append(f"the reference writes to {name} and does not return it")
 
     def _outcome(self, output: Any, s: Situation) -> Outcome:
         if output is None:
             return "none"
-        if _same(output, s.right):
+        if is_same(output, s.right):
             return "unseen"
         return "accepted" if self._takes(output, s) else "refused"
 
@@ -305,7 +304,7 @@ class _Linted:
                 return None
             middle = (low + high) // 2
             output = off_by(middle)
-            if _same(output, s.right) or self._takes(output, s):
+            if is_same(output, s.right) or self._takes(output, s):
                 low = middle
             else:
                 high = middle
@@ -316,12 +315,6 @@ class _Linted:
 
 def _cloned(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value)
-
-
-def _same(a: Any, b: Any, apart: Sequence[str] = ()) -> bool:
-    """Whether all tensors of two values are the same, bit for bit, but for some by name ("data[6]")."""
-    ours, theirs = (named_tensors(value, "data") for value in (a, b))
-    return ours.keys() == theirs.keys() and all(name in apart or same_bytes(ours[name], theirs[name]) for name in ours)
 
 
 # --- printing ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from nibblas.paths import write_atomically
 SCHEMA = 1
 
 Mode = Literal["test", "benchmark", "leaderboard", "profile"]
+TIMED: tuple[Mode, ...] = ("benchmark", "leaderboard")  # modes whose cases have statistics
 Dialect = Literal["nibblas", "kernelbot"]  # how the cases of task.yml are read
 StandInChoice = Literal["auto", "none"]  # whether something of ours may take the place of what a machine lacks
 CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "incompatible", "not run"]
@@ -448,8 +449,8 @@ def _of_seed(seed: Seed) -> str | None:
 def _of_statistics(case: CaseResult, timer: str) -> str | None:
     found, times = case.statistics, claimed(case.samples, timer)
     if found is None:
-        is_timed = case.kind in ("benchmark", "leaderboard")
-        return f"null, and {len(times)} samples of the timer {timer!r} are valid" if times and is_timed else None
+        is_lacking = bool(times) and case.kind in TIMED
+        return f"null, and {len(times)} samples of the timer {timer!r} are valid" if is_lacking else None
     if found.timer != timer:
         return f"of the timer {found.timer!r}, and that of the protocol is {timer!r}"
     if found.n != len(times) or not times:

@@ -272,7 +272,7 @@ class _Run:
     def _stages(self) -> None:
         for stage in STAGES[self.options.mode]:
             findings = self.record.findings
-            if stage in timing.TIMED and self.record.protocol.bandwidth is None and NO_BANDWIDTH not in findings:
+            if stage in record.TIMED and self.record.protocol.bandwidth is None and NO_BANDWIDTH not in findings:
                 self._keep(findings=(*findings, NO_BANDWIDTH))
             for contestant in self.contestants:
                 contestant.seconds = self.task.timeout(stage)

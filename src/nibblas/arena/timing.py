@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from nibblas.arena.record import Finding, Mode, PairedRatio, Sample, Severity, Statistics, Traced, claimed
+from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced, claimed
 from nibblas.statistics import Interval, median_interval, paired_ratio
 
 REFUSE: Severity = "refuse"
 FLAG: Severity = "flag"
-TIMED: tuple[Mode, ...] = ("benchmark", "leaderboard")  # modes whose cases have statistics
 WARMUP = 2  # calls of a case, by the same requests as all others, whose times don't count
 AT_LEAST = 10  # samples before the interval may end a case
 FEWEST = 3  # samples that are taken when the time is used
