@@ -15,6 +15,7 @@ from nibblas.arena import record as records
 from nibblas.arena.problem import Task
 from nibblas.arena.record import (
     CaseResult,
+    ClocksSeen,
     Comparison,
     Coverage,
     Environment,
@@ -124,6 +125,18 @@ def test_a_record_that_was_changed_contradicts_itself_and_says_where(path):
         Record.from_json(changed(GOOD, path, value))
 
 
+def test_clocks_survive_json_are_in_order_and_need_not_be_there():
+    case = dataclasses.replace(GOOD.cases[2], clocks=ClocksSeen(1200, 1980, ("SW power cap",)))
+    record = dataclasses.replace(GOOD, cases=(*GOOD.cases[:2], case, *GOOD.cases[3:]))
+    assert Record.from_json(record.to_json()) == record
+    with pytest.raises(ValueError, match=r"\$\.cases\[2\]\.clocks: the lowest is 1981, the highest 1980"):
+        Record.from_json(changed(record, "cases.2.clocks.low_mhz", 1981))
+    document = json.loads(GOOD.to_json())
+    for case in document["cases"]:
+        del case["clocks"]
+    assert Record.from_json(json.dumps(document)) == GOOD
+
+
 def test_a_number_too_large_for_a_float_is_not_finite():
     text = GOOD.to_json().replace('"first_call_ns": 2000000000.0', '"first_call_ns": 1e999', 1)
     with pytest.raises(ValueError, match=r"\$\.cases\[2\]\.first_call_ns: a number that is not finite"):
@@ -192,6 +205,7 @@ def schema_parts():
         (Errors, parts["errors"]),
         (Statistics, parts["statistics"]),
         (Traced, parts["traced"]),
+        (ClocksSeen, parts["clocks_seen"]),
         (Sample, parts["sample"]),
         (Finding, parts["finding"]),
     ]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from nibblas.arena.commands import app
 from nibblas.arena.page import page
-from nibblas.arena.record import Errors, PairedRatio, Sample, Statistics, Traced
+from nibblas.arena.record import ClocksSeen, Errors, PairedRatio, Sample, Statistics, Traced
 from nibblas.arena.show import (
     clean,
     comparison_in_words,
@@ -285,3 +285,14 @@ def test_what_a_profiler_saw_is_shown_beside_the_events():
     assert "8 kernels, copies and fills in 21.00 us, 17.50 us of them at work; 24.00 us by events" in text
     blind = replace(last, traced=Traced(why_not="the profiler saw no kernels"))
     assert "the profiler saw no kernels" in shown(replace(GOOD, cases=(*others, blind)))
+
+
+def test_clocks_are_shown_where_they_were_read():
+    line = "l: 1: SM clock 1200 - 1980 MHz while sampled (HW thermal slowdown, idle)."
+    unsampled = timed(samples=(), statistics=None, clocks=ClocksSeen(1200, 1980, ("HW thermal slowdown", "idle")))
+    record = replace(GOOD, cases=(unsampled, timed(values=SIZES[1])))
+    for text in (shown(record, width=200), "".join(parsed(record).texts)):
+        assert line in text
+        assert text.count("SM clock") == 1
+    steady = replace(record, cases=(timed(clocks=ClocksSeen(1980, 1980)),))
+    assert "SM clock 1980 MHz while sampled." in shown(steady, width=200)

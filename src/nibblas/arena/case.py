@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from nibblas.arena import correctness, coverage, timing
-from nibblas.arena.clocks import Clocks
+from nibblas.arena.clocks import Clocks, ClockState
 from nibblas.arena.launcher import Process
 from nibblas.arena.options import Options
 from nibblas.arena.parties import Contestant, FaultError, JudgeProcess, Made
@@ -66,6 +66,7 @@ class CaseRun:
         self.message, self.report = "", ""
         self.calls = 0
         self.samples: list[Sample] = []
+        self.clocks: list[ClockState] = []  # after each call but those of warm-up
         self.inside: list[float] = []  # CPU time of each call, and around it
         self.outside: list[float] = []
         self.places: list[bool] = []  # of the next calls' data: elsewhere or not
@@ -256,7 +257,9 @@ class CaseRun:
         inspect = index < 3 or index % INSPECTED == 0
         elsewhere = self._elsewhere()
         call = contestant.call(made, run.judge.room, run.device.type, elsewhere=elsewhere, inspect=inspect)
-        throttled = run.clocks.throttled()
+        clocks = run.clocks.now()
+        if clocks is not None and index >= timing.WARMUP:
+            self.clocks.append(clocks)
         self.calls += 1
         before, since = contestant.processes() if inspect else [], time.monotonic()
         measure = index == 0 and contestant is run.contestants[0]
@@ -287,6 +290,7 @@ class CaseRun:
             what = f"the check takes wrong answers for right: {', '.join(takes)}"
             self._find(Finding("weak-check", "info", what, f"call {index}"))
         claims = timing.nanoseconds(call.spans, contestant.timers)
+        throttled = clocks is not None and clocks.is_held_back
         sample = Sample(claims, float(call.observed_ns), True, "", throttled, elsewhere)
         return self._validated(index, sample)
 
@@ -349,6 +353,7 @@ class CaseRun:
             timing.outside_work(
                 self.samples, self.outside, protocol.timer, self.run.threads, self.contestant.empty_outside_ns
             ),
+            timing.slowed(timing.clocks_seen(self.clocks)),
         ):
             if finding is not None:
                 self._find(finding)
@@ -403,6 +408,7 @@ class CaseRun:
             tuple(sorted(self.stand_ins)),
             self.run.start,
             self.report,
+            clocks=timing.clocks_seen(self.clocks) if is_timed else None,
         )
 
 

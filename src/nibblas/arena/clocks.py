@@ -1,22 +1,43 @@
 """Clocks of an NVIDIA GPU and what holds them back, read from outside the worker by nvidia-ml-py."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# Reasons by which a clock lies below what the work asks for; the names of NVML's constants tell what they mean.
-HELD_BACK = (
-    "nvmlClocksThrottleReasonSwPowerCap",
-    "nvmlClocksThrottleReasonHwSlowdown",
-    "nvmlClocksThrottleReasonSwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
-)
+# Why a clock is where it is, by NVML's name (nvmlClocksThrottleReason...), in the words of nvidia-smi.
+REASONS = {
+    "GpuIdle": "idle",
+    "ApplicationsClocksSetting": "applications clocks setting",
+    "SwPowerCap": "SW power cap",
+    "HwSlowdown": "HW slowdown",
+    "SyncBoost": "sync boost",
+    "SwThermalSlowdown": "SW thermal slowdown",
+    "HwThermalSlowdown": "HW thermal slowdown",
+    "HwPowerBrakeSlowdown": "HW power brake slowdown",
+    "DisplayClockSetting": "display clock setting",
+}
+# Those of heat and of the power brake, and all by which a clock lies below what the work asks for.
+SLOWDOWNS = frozenset(words for name, words in REASONS.items() if name.endswith("Slowdown"))
+HELD_BACK = SLOWDOWNS | {REASONS["SwPowerCap"]}
+
+
+@dataclass(frozen=True)
+class ClockState:
+    """The SM clock at one moment, and why it is no higher."""
+
+    sm_mhz: int
+    reasons: frozenset[str]  # of REASONS
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the clock lies below what the work asks for."""
+        return not HELD_BACK.isdisjoint(self.reasons)
 
 
 class Clocks:
-    """The clocks of one device. On a CPU, and where NVML can't be had, nothing is known and nothing is throttled."""
+    """The clocks of one device. On a CPU, and where NVML can't be had, nothing is known of them."""
 
     def __init__(self, device: torch.device):
         self.facts: dict[str, str] = {}
@@ -48,15 +69,18 @@ class Clocks:
         with suppress(nvml.NVMLError):
             self.facts["temperature"] = f"{nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)} C"
 
-    def throttled(self) -> bool:
-        """Whether something holds the clocks back now."""
+    def now(self) -> ClockState | None:
+        """The state of the clocks at this moment; None where it is not known."""
         if self._nvml is None:
-            return False
+            return None
+        nvml, handle = self._nvml, self._handle
         try:
-            reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
-        except self._nvml.NVMLError:
-            return False
-        return any(reasons & getattr(self._nvml, name, 0) for name in HELD_BACK)
+            clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        except nvml.NVMLError:
+            return None
+        found = (words for name, words in REASONS.items() if bits & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0))
+        return ClockState(clock, frozenset(found))
 
 
 def _text(value: str | bytes) -> str:

@@ -11,6 +11,7 @@ from nibblas.arena.show import (
     RANKINGS,
     answers_in_words,
     clean,
+    clocks_in_words,
     comparison_in_words,
     error_in_words,
     floor_share,
@@ -151,6 +152,11 @@ def _stage(kind: str, cases: list[CaseResult]) -> str:
         if case.report:
             summary = f"<summary>Profile of {_text(case.text)}</summary>"
             parts.append(f"<details>{summary}<pre>{_text(case.report, 20_000)}</pre></details>")
+    parts += [
+        f'<p class="dim small">{_text(short_text(case, shared))}: {_text(clocks_in_words(case.clocks))}.</p>'
+        for case in cases
+        if case.clocks is not None
+    ]
     figures = [_figure(case, short_text(case, shared)) for case in cases if case.statistics]
     parts.append(f'<div class="plots">{"".join(figures)}</div>' if figures else "")
     return "\n".join(parts)

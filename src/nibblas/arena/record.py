@@ -109,6 +109,15 @@ class Traced:
 
 
 @dataclass(frozen=True)
+class ClocksSeen:
+    """The SM clock of a GPU while a case was sampled, as read after each call but those of warm-up."""
+
+    low_mhz: int
+    high_mhz: int
+    reasons: tuple[str, ...] = ()  # that it was no higher, in any of the calls
+
+
+@dataclass(frozen=True)
 class Errors:
     """How far an output lies from an answer; the largest over the calls of a case.
 
@@ -178,6 +187,7 @@ class CaseResult:
     start: int = 0  # which of Protocol.seeds this case was run with
     report: str = ""  # of profile mode
     traced: Traced | None = None
+    clocks: ClocksSeen | None = None  # of a timed case, where NVML tells them
 
     @property
     def times(self) -> list[float]:
@@ -218,7 +228,7 @@ class Environment:
     python: str
     torch: str
     versions: dict[str, str] = field(default_factory=dict)  # nibblas, triton, cuda, driver, kernelguard ...
-    facts: dict[str, str] = field(default_factory=dict)  # host, clocks, throttle reasons, power limit ...
+    facts: dict[str, str] = field(default_factory=dict)  # host, clocks before the run, power limit ...
 
 
 @dataclass(frozen=True)
@@ -430,6 +440,8 @@ def _contradictions(record: Record) -> Iterator[tuple[str, str]]:
             yield f"$.cases[{i}].samples", f"a valid one claims {least} ns, and times are positive"
         if (what := _of_statistics(case, record.protocol.timer)) is not None:
             yield f"$.cases[{i}].statistics", what
+        if case.clocks is not None and case.clocks.low_mhz > case.clocks.high_mhz:
+            yield f"$.cases[{i}].clocks", f"the lowest is {case.clocks.low_mhz}, the highest {case.clocks.high_mhz}"
     expected = verdict_of(record.cases) if record.complete else "unfinished"
     if record.verdict != expected:
         why = "its cases make it" if record.complete else "a run that is not complete is"

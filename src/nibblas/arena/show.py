@@ -13,7 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from nibblas.arena.coverage import gaps
-from nibblas.arena.record import CaseResult, Comparison, Errors, Finding, PairedRatio, Protocol, Record, Traced
+from nibblas.arena.record import (
+    CaseResult,
+    ClocksSeen,
+    Comparison,
+    Errors,
+    Finding,
+    PairedRatio,
+    Protocol,
+    Record,
+    Traced,
+)
 from nibblas.statistics import quartiles
 from nibblas.terminal import table_of
 from nibblas.words import counted, time_text
@@ -112,6 +122,17 @@ def traced_in_words(found: Traced) -> str:
     return f"{found.kernels} kernels, copies and fills in {span}, {busy} of them at work{by_events}"
 
 
+def clocks_in_words(found: ClocksSeen) -> str:
+    """The range of the SM clock while a case was sampled, and why it was no higher.
+
+    >>> clocks_in_words(ClocksSeen(1740, 1980, ("SW power cap",)))
+    'SM clock 1740 - 1980 MHz while sampled (SW power cap)'
+    """
+    low, high = found.low_mhz, found.high_mhz
+    span = f"{low} - {high}" if low < high else f"{high}"
+    return f"SM clock {span} MHz while sampled" + (f" ({', '.join(found.reasons)})" if found.reasons else "")
+
+
 def histogram(values: Sequence[float], bins: int) -> tuple[str, float, float]:
     """How often values occur, as a row of block characters from `low` to `high`, which are returned too.
 
@@ -202,6 +223,10 @@ def _print_cases(kind: str, cases: Sequence[CaseResult], console: Console) -> No
             if case.traced is not None:
                 text = escape(clean(short_text(case, shared), 400))
                 _say(console, f"[dim]Under a profiler, {text}: {escape(clean(traced_in_words(case.traced), 400))}.[/]")
+    for case in cases:
+        if case.clocks is not None:
+            text = escape(clean(short_text(case, shared), 400))
+            _say(console, f"[dim]{text}: {escape(clean(clocks_in_words(case.clocks), 400))}.[/]")
     if answers := answers_in_words(cases):
         _say(console, f"[dim]{answers}[/]")
 

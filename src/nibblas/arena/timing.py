@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from nibblas.arena.record import Finding, PairedRatio, Sample, Severity, Statistics, Traced, claimed
+from nibblas.arena.clocks import SLOWDOWNS, ClockState
+from nibblas.arena.record import ClocksSeen, Finding, PairedRatio, Sample, Severity, Statistics, Traced, claimed
 from nibblas.statistics import Interval, median_interval, paired_ratio
 
 REFUSE: Severity = "refuse"
@@ -249,6 +250,27 @@ def outside_work(
         FLAG,
         f"the worker used {found.value / 1e6:.1f} ms of CPU time a call outside the call",
         evidence={"outside_ns": found.value, "outside_low_ns": found.low},
+    )
+
+
+def clocks_seen(states: Sequence[ClockState]) -> ClocksSeen | None:
+    """The range of a clock over these moments, with all reasons that it was no higher; None without any."""
+    if not states:
+        return None
+    clocks = [state.sm_mhz for state in states]
+    return ClocksSeen(min(clocks), max(clocks), tuple(sorted(frozenset().union(*(state.reasons for state in states)))))
+
+
+def slowed(found: ClocksSeen | None) -> Finding | None:
+    """A finding where heat or the power brake held the clocks back while a case was sampled."""
+    reasons = [] if found is None else [reason for reason in found.reasons if reason in SLOWDOWNS]
+    if found is None or not reasons:
+        return None
+    return Finding(
+        "throttled",
+        "info",
+        f"heat or the power brake held the clocks back in some calls: {', '.join(reasons)}",
+        evidence={"low_mhz": found.low_mhz, "high_mhz": found.high_mhz},
     )
 
 
