@@ -92,16 +92,20 @@ def test_a_seed_gives_the_same_inputs_again_and_the_data_is_left_alone(hardened)
     assert coverage(data) == coverage(nvfp4_data())
 
 
-def test_weights_stay_the_quantized_form_of_dense_ones():
-    """Codes and shuffled codes, scales that are there only shuffled and padded to 256 rows, and a dense bf16 copy."""
+@pytest.mark.parametrize("K", [256, 512])
+def test_weights_stay_the_quantized_form_of_dense_ones(K):
+    """Codes and shuffled codes, scales that are there only shuffled and padded to 256 rows, and a dense bf16 copy.
+
+    With K = 512 the shuffled codes of the shuffled ones are the codes again.
+    """
     generator = torch.Generator().manual_seed(0)
-    x, dense = (torch.randn(rows, 256, generator=generator).bfloat16() for rows in (8, 96))
+    x, dense = (torch.randn(rows, K, generator=generator).bfloat16() for rows in (8, 96))
     w = quantize(dense, MXFP4, scale_rule="even")
     shuffled = CDNA_32x8.to(torch.nn.functional.pad(w.scale, (0, 0, 0, 160))).view(torch.float8_e8m0fnu)
     data = (x, dense, w.data.view(FP4), SHUFFLED_16x16.to(w.data).view(FP4), shuffled)
 
     def product(data):
-        scale = CDNA_32x8.from_(data[4].view(torch.uint8), 256, 8)[:96]
+        scale = CDNA_32x8.from_(data[4].view(torch.uint8), 256, K // 32)[:96]
         return reference.matmul(data[0], ScaledTensor.from_parts(data[2], scale, MXFP4)).bfloat16()
 
     found = Hardener(product)(data, 0)
@@ -110,7 +114,7 @@ def test_weights_stay_the_quantized_form_of_dense_ones():
     assert torch.equal(again.data, found[2].view(torch.uint8))
     assert not torch.equal(again.data, w.data)
     assert torch.equal(SHUFFLED_16x16.to(again.data), found[3].view(torch.uint8))
-    scale = CDNA_32x8.from_(found[4].view(torch.uint8), 256, 8)
+    scale = CDNA_32x8.from_(found[4].view(torch.uint8), 256, K // 32)
     assert torch.equal(scale[:96], again.scale)
     assert (scale[96:] == 0xFF).all()
 

@@ -124,9 +124,14 @@ def _parts(data: Any) -> list[_Part]:
 
 
 def _distinct(tensors: dict[str, Tensor]) -> list[_Part]:
-    """One part for each tensor that does not hold another in some layout."""
+    """One part for each tensor that does not hold another in some layout; of two that hold each other, for the first.
+
+    SHUFFLED_16x16 of 256 columns is such a layout, whose inverse it is itself.
+    """
     parts: list[_Part] = []
     for name, tensor in tensors.items():
+        if any(name in part.holders for part in parts):
+            continue
         matrix = _k_major(tensor).clone()
         part = _Part(matrix, SCALES.get(tensor.dtype), {name: _into(tensor)})
         for other_name, other in tensors.items():
