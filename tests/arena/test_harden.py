@@ -9,7 +9,7 @@ from nibblas import reference
 from nibblas.arena.coverage import bytes_of, coverage
 from nibblas.arena.harden import SMALL, Hardener
 from nibblas.arena.poison import output_arguments, poison_
-from nibblas.formats import E4M3, MXFP4, NVFP4
+from nibblas.formats import E4M3, E8M0, FORMATS, MXFP4, NVFP4, e2m1_decode, unpack
 from nibblas.layouts import BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, contest_view, from_contest_view
 from nibblas.quantize import quantize
 from nibblas.tensor import ScaledTensor
@@ -68,6 +68,84 @@ def test_answers_stay_finite_and_small(hardened):
         assert SMALL / 8 < gemm(call).abs().max() <= SMALL
 
 
+# --- blocks of zeros -----------------------------------------------------------------------------------------------
+
+
+def two_operands(format, M=96, N=80, K=512):
+    """a (M, K/2), b (N, K/2) and their scales."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (quantize(torch.randn(rows, K, generator=generator), format) for rows in (M, N))
+    return *(t.data.view(FP4) for t in (a, b)), *(t.scale.view(format.scale_code.dtype) for t in (a, b))
+
+
+def product(data, format=MXFP4):
+    a, b, a_scale, b_scale = (t.view(torch.uint8) for t in data)
+    a, b = ScaledTensor.from_parts(a, a_scale, format), ScaledTensor.from_parts(b, b_scale, format)
+    return reference.matmul(a, b).bfloat16()
+
+
+def in_half(data):
+    """The product, its operands decoded to fp16: most e8m0 scales are infinite or zero there."""
+    a, b, a_scale, b_scale = data
+    a, b = (
+        e2m1_decode(unpack(codes.view(torch.uint8))).half() * scale.half().repeat_interleave(32, 1)
+        for codes, scale in ((a, a_scale), (b, b_scale))
+    )
+    return (a.float() @ b.float().T).bfloat16()
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("seed", [10, 11])
+def test_both_operands_have_every_legal_scale_and_only_zeros_have_those_out_of_use(format, seed):
+    data = Hardener(lambda data: product(data, format))(two_operands(format), seed)
+    for codes, scale in (data[::2], data[1::2]):
+        scales = scale.view(torch.uint8)
+        assert set(scales.flatten().tolist()) == set(range(format.scale_code.largest + 1))
+        blocks = unpack(codes.view(torch.uint8)).unflatten(-1, (-1, format.block_size))
+        is_zero = (blocks & 7 == 0).all(-1)
+        assert 0 < is_zero.float().mean() <= 0.25
+        assert {0, 8} == set(blocks[is_zero].flatten().tolist())
+        if format == MXFP4:
+            others = scales[~is_zero]
+            assert 107 <= others.min() <= others.max() <= 129
+    assert product(data, format).isfinite().all()
+
+
+def test_operands_of_one_shape_have_their_own_scales():
+    data = Hardener(product)(two_operands(MXFP4, M=64, N=64), 0)
+    assert product(data).isfinite().all()
+    a, b, a_scale, b_scale = data
+    assert not product((a, b, b_scale, a_scale)).isfinite().all()
+
+
+def test_scales_that_are_infinite_in_fp16_show():
+    data = two_operands(MXFP4)
+    assert torch.equal(in_half(data), product(data))
+    assert in_half(Hardener(product)(data, 0)).isnan().any()
+
+
+def test_a_reference_to_which_zeros_are_none_gets_none():
+    hardener = Hardener(in_half)
+    data = hardener(two_operands(MXFP4), 0)
+    assert not hardener.has_zeros
+    for found in coverage(data)[2:]:
+        assert bytes_of(found.byte_codes) <= set(range(107, 130))
+    hardener = Hardener(product)
+    hardener(two_operands(MXFP4), 0)
+    assert hardener.has_zeros
+
+
+def test_codes_whose_scales_are_not_told_have_no_zeros():
+    a, b, a_scale, _ = two_operands(MXFP4)
+    scale = torch.ones(80, 16, dtype=torch.float8_e8m0fnu)
+    found = Hardener(lambda data: product((*data, scale)))((a, b, a_scale), 0)
+    zero = [(unpack(t.view(torch.uint8)).unflatten(-1, (-1, 32)) & 7 == 0).all(-1).any() for t in found[:2]]
+    assert zero == [True, False]
+
+
+# --- what stays ----------------------------------------------------------------------------------------------------
+
+
 def test_structure_and_relations_stay_and_padding_is_nan(hardened):
     data, calls = hardened
     for call in calls:
@@ -115,8 +193,12 @@ def test_weights_stay_the_quantized_form_of_dense_ones(K):
     assert not torch.equal(again.data, w.data)
     assert torch.equal(SHUFFLED_16x16.to(again.data), found[3].view(torch.uint8))
     scale = CDNA_32x8.from_(found[4].view(torch.uint8), 256, K // 32)
-    assert torch.equal(scale[:96], again.scale)
     assert (scale[96:] == 0xFF).all()
+    is_zero = (unpack(again.data).unflatten(-1, (-1, 32)) & 7 == 0).all(-1)
+    assert torch.equal(scale[:96][~is_zero], again.scale[~is_zero])
+    assert len(scale[:96][is_zero].unique()) > 100, "zeros may have any scale, of which a quantizer gives the least"
+    assert not E8M0.is_nan(scale[:96]).any()
+    assert torch.equal(reference.to_float64(ScaledTensor.from_parts(found[2], scale[:96], MXFP4)), found[1].double())
 
 
 def test_data_without_fp4_is_returned_as_it_is():

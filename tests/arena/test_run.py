@@ -21,6 +21,8 @@ from nibblas.arena import case as arena_case
 from nibblas.arena import record as records
 from nibblas.arena import run as arena_run
 from nibblas.arena.commands import app
+from nibblas.arena.harden import NO_ZEROS
+from nibblas.arena.lint import lint_problem
 from nibblas.arena.parties import Contestant
 from nibblas.arena.problem import ArenaError
 from nibblas.arena.record import Comparison
@@ -627,6 +629,42 @@ def test_hardened_inputs_are_of_tests_and_a_case_tells_where_there_are_none(prob
         arena(directory, directory / "submission.py", mode="benchmark", hardened=True)
     found = arena(directory, directory / "submission.py", hardened=True)
     assert "hardened" in {finding.class_id for finding in found.all_findings}
+
+
+@pytest.fixture
+def mxfp4_gemv(problem, tmp_path):
+    """weak_gemv with scales of MXFP4; a submission and a reference that decode to fp16 are beside it."""
+    directory = tmp_path / "mxfp4_gemv"
+    shutil.copytree(problem("weak_gemv"), directory)
+    for path in directory.iterdir():
+        text = path.read_text().replace("16", "32").replace("float8_e4m3fn", "float8_e8m0fnu")
+        path.write_text(text.replace("m: 32, k: 128", "m: 128, k: 512").replace("randint(0, 3", "randint(1, 3"))
+    in_half = (directory / "submission.py").read_text().replace("scales.float()", "scales.half().float()")
+    (directory / "in_half.py").write_text(in_half)
+    return directory
+
+
+def hardened_remarks(record):
+    return [finding.what for finding in record.all_findings if finding.class_id == "hardened"]
+
+
+def test_scales_that_no_fp16_holds_stand_at_zeros(mxfp4_gemv, arena):
+    right = arena(mxfp4_gemv, mxfp4_gemv / "submission.py", hardened=True)
+    assert (right.verdict, hardened_remarks(right)) == ("correct here", [])
+    (scales,) = [found for found in right.cases[0].coverage if found.kind == "e8m0"]
+    assert scales.byte_codes == "00-fe"
+    assert arena(mxfp4_gemv, mxfp4_gemv / "in_half.py").verdict == "correct here"
+    assert arena(mxfp4_gemv, mxfp4_gemv / "in_half.py", hardened=True).verdict == "wrong"
+
+
+def test_a_reference_that_multiplies_infinity_by_zero_is_told_of(mxfp4_gemv, arena):
+    reference = mxfp4_gemv / "reference.py"
+    reference.write_text(reference.read_text().replace("scales.float()", "scales.half().float()"))
+    found = arena(mxfp4_gemv, mxfp4_gemv / "submission.py", hardened=True)
+    assert found.verdict == "correct here"
+    assert hardened_remarks(found) == [NO_ZEROS]
+    (linted,) = lint_problem(mxfp4_gemv, hardened=True, budget=10, kinds=("test",))
+    assert NO_ZEROS in linted.faults
 
 
 def test_a_check_that_takes_wrong_answers_is_told_of(problem, arena):

@@ -14,6 +14,7 @@ import torch
 
 from nibblas.arena import correctness, coverage, timing
 from nibblas.arena.clocks import Clocks, ClockState
+from nibblas.arena.harden import NO_ZEROS
 from nibblas.arena.launcher import Process
 from nibblas.arena.options import Options
 from nibblas.arena.parties import Contestant, FaultError, JudgeProcess, Made
@@ -76,6 +77,7 @@ class CaseRun:
         self.findings: dict[str, Finding] = {}
         self.stand_ins: set[str] = set()
         self.redrawn: set[str] = set()  # inputs that were hardened
+        self.has_zeros = True  # among them, with any scale
         self.floor: float | None = None
         self.ratio: PairedRatio | None = None
         self.started = math.inf  # with the calls that count
@@ -90,6 +92,8 @@ class CaseRun:
                 return
         if self.run.options.hardened and not self.redrawn:
             self._find(Finding("hardened", "info", "no inputs were hardened: none of them are FP4 or block scales"))
+        if not self.has_zeros:
+            self._find(Finding("hardened", "info", NO_ZEROS))
 
     def benchmark(self, first: int = 0) -> None:
         """Calls on fresh inputs until the stopping rule is satisfied; in ranked cases all seeds are secret."""
@@ -236,6 +240,7 @@ class CaseRun:
         made = run.judge.make(values, seed, first=anew or index == 0, hardened=hardened, probing=probing)
         try:
             self.redrawn |= set(made.facts.get("redrawn", ()))
+            self.has_zeros &= made.facts.get("has_zeros", True)
             self.coverage += tuple(_coverage(found) for found in made.facts.get("coverage", ()))
             if index == 0:
                 self.floor = self._floor(made)

@@ -2,7 +2,8 @@
 
 The tuple keeps its structure, shapes, strides and the relations between its tensors: where one held another in a scale
 layout or a shuffled one, or the quantized form of a dense one, it still does. Places of a layout that are padding get
-NaN. Scales are drawn so that the reference's answers stay as small as the problem's tolerance takes for granted.
+NaN. Scales are drawn so that the reference's answers stay as small as the problem's tolerance takes for granted; the
+scales that would not do so stand at blocks of zeros, which are exactly zero by any of them.
 """
 
 import copy
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from nibblas.arena.correctness import named_tensors
 from nibblas.arena.products import AITER_SCALE_RULE
-from nibblas.formats import E4M3, E8M0, MXFP4, ScaleCode, e2m1_decode, pack, unpack
+from nibblas.formats import E4M3, E8M0, FORMATS, MXFP4, ScaleCode, e2m1_decode, pack, unpack
 from nibblas.layouts import BLOCKED_128x4, CDNA_32x8, SHUFFLED_16x16, TiledLayout, contest_view
 from nibblas.quantize import quantize
 
@@ -30,8 +31,11 @@ OCTAVES = 40  # by which scales can be lowered at all
 # Scales of one row lie within so many codes (two octaves of e4m3, four of e8m0), so that no block of a sum is lost in
 # the rounding of another; e8m0 codes in use are those of weights near 1, 2^-20 to 2^2.
 SPREAD = {"e4m3": 16, "e8m0": 4}
-LEGAL = {"e4m3": (0, E4M3.largest), "e8m0": (107, 129)}
+IN_USE = {"e4m3": (0, E4M3.largest), "e8m0": (107, 129)}
 OCTAVE = {"e4m3": 8, "e8m0": 1}  # codes that double a scale
+BLOCK = {format.scale_code: format.block_size for format in FORMATS.values()}
+FEW_ZEROS, MANY_ZEROS = 16, 4  # one block in so many is of zeros; the more, the fewer blocks there are for all scales
+NO_ZEROS = "blocks of zeros with any legal scale were left out: by the reference's own answers they are not zero"
 NAN = 0xFF  # as a scale of either code
 PADDED_ROWS = 256  # aiter pads the rows of shuffled scales to a multiple of this
 
@@ -47,11 +51,13 @@ class _Part:
     scale: ScaleCode | None  # None for packed e2m1 codes
     holders: dict[str, Writer]  # by the tensor's name
     dense: Tensor | None = None  # of codes: the tensor (..., rows, 2 columns) that holds their values
-    scales: "_Part | None" = None  # of codes with such a tensor
+    scales: "_Part | None" = None  # of codes: those of their blocks, where they are known
 
 
 class Hardener:
     """Redraws the inputs of one case; `redrawn` names the tensors that the last call drew anew.
+
+    `has_zeros` tells whether some blocks are of zeros with any legal scale: not where the reference fails on such.
 
     ref_kernel : the problem's own, which says how large answers become. It runs once for each call, and some eight
         times more for the first one or two.
@@ -60,6 +66,7 @@ class Hardener:
     def __init__(self, ref_kernel: Callable[[Any], Any]):
         self.ref_kernel = ref_kernel
         self.redrawn: tuple[str, ...] = ()
+        self.has_zeros = True
         self._limit: float | None = None
         self._octaves: dict[int, int] = {}  # by which scales are lowered, for even and for odd seeds
 
@@ -80,9 +87,11 @@ class Hardener:
         turn = seed % 2
 
         def fits(octaves: int) -> bool:
-            _redraw(parts, seed, octaves)
+            _redraw(parts, seed, octaves, has_zeros=self.has_zeros)
             return self._largest_answer(hardened) <= limit
 
+        if not self._octaves:
+            self.has_zeros = fits(OCTAVES - 1)
         if turn not in self._octaves:
             self._octaves[turn] = bisect_left(range(OCTAVES), True, key=fits)
         while not fits(self._octaves[turn]):
@@ -120,6 +129,7 @@ def _parts(data: Any) -> list[_Part]:
         part.scales = _scale_part(scale, scales, scale_parts)
         if part.scales is None:
             parts.remove(part)  # whose scales are not among the inputs: nothing can be said of its values
+    _pair(parts, scale_parts)
     return parts + scale_parts
 
 
@@ -221,14 +231,29 @@ def _scale_part(scale: Tensor, tensors: dict[str, Tensor], parts: list[_Part]) -
     return None
 
 
+def _pair(codes: list[_Part], scales: list[_Part]) -> None:
+    """Find the scales of the codes that have none yet: those of their shape, of several alike in the tuple's order."""
+    free = [part for part in scales if all(part is not other.scales for other in codes)]
+    for part in codes:
+        if part.scales is None:
+            part.scales = next((scale for scale in free if _has_blocks_of(part, scale)), None)
+            free = [scale for scale in free if scale is not part.scales]
+
+
+def _has_blocks_of(codes: _Part, scales: _Part) -> bool:
+    (*rows, columns), (*scale_rows, scale_columns) = codes.linear.shape, scales.linear.shape
+    assert scales.scale is not None
+    return math.prod(rows) == math.prod(scale_rows) and 2 * columns == BLOCK[scales.scale] * scale_columns
+
+
 # --- drawing -------------------------------------------------------------------------------------------------------
 
 
-def _redraw(parts: list[_Part], seed: int, octaves: int) -> None:
+def _redraw(parts: list[_Part], seed: int, octaves: int, *, has_zeros: bool) -> None:
     """New codes and scales into every tensor. Scales other than the widest are lowered first, by so many octaves.
 
-    By the seed it is the first operand's scales that take all legal codes (the first scale tensor of each tuple), or
-    the others'.
+    By the seed it is the first operand's scales that take all codes in use (the first scale tensor of each tuple), or
+    the others'. With `has_zeros` some blocks are of zeros, and have any legal scale.
     """
     generator = torch.Generator().manual_seed(seed)
     scales = [part for part in parts if part.scale]
@@ -238,7 +263,10 @@ def _redraw(parts: list[_Part], seed: int, octaves: int) -> None:
         _write(part, _drawn_scales(part, part in wide, octaves, len(wide) < len(scales), generator))
     for part in parts:
         if part.scale is None:
-            _write(part, _drawn_codes(part, generator))
+            codes = _drawn_codes(part, generator)
+            if part.scales is not None and has_zeros:
+                _write(part.scales, _with_zeros(codes, part.scales, generator))
+            _write(part, pack(codes))
 
 
 def _tuple_of(part: _Part) -> str:
@@ -255,21 +283,33 @@ def _write(part: _Part, matrix: Tensor) -> None:
 
 
 def _drawn_codes(part: _Part, generator: torch.Generator) -> Tensor:
-    """All 16 codes alike. Where a dense tensor has to quantize to them, a block's largest magnitude is 4 or 6."""
+    """All 16 codes alike, one a byte. Where a dense tensor has to quantize to them, a block's largest is 4 or 6."""
     *batch, columns = part.linear.shape
     codes = torch.randint(16, (*batch, 2 * columns), dtype=torch.uint8, generator=generator)
     if part.dense is not None:
         blocks = codes.unflatten(-1, (-1, MXFP4.block_size))
         place = torch.randint(MXFP4.block_size, (*blocks.shape[:-1], 1), generator=generator)
         blocks.scatter_(-1, place, blocks.gather(-1, place) | 0b110)
-    return pack(codes)
+    return codes
+
+
+def _with_zeros(codes: Tensor, scales: _Part, generator: torch.Generator) -> Tensor:
+    """These scales with all that are legal alike at some blocks, whose codes become zeros of either sign."""
+    assert scales.scale is not None
+    blocks, legal = scales.linear.numel(), scales.scale.largest + 1
+    step = max(min(blocks // legal, FEW_ZEROS), MANY_ZEROS)
+    count = blocks // step
+    places = torch.arange(count) * step + torch.randint(step, (count,), generator=generator)
+    any_scale = torch.randperm(legal, generator=generator)[torch.arange(count) % legal].to(torch.uint8)
+    codes.view(blocks, -1)[places] &= 0b1000
+    return scales.linear.cpu().flatten().scatter(0, places, any_scale).view(scales.linear.shape)
 
 
 def _drawn_scales(part: _Part, is_wide: bool, octaves: int, has_others: bool, generator: torch.Generator) -> Tensor:
-    """Each row its own short range of codes; those of a wide part together span all that are legal."""
+    """Each row its own short range of codes; those of a wide part together span all in use."""
     assert part.scale is not None
     name = part.scale.name
-    (low, high), spread, step = LEGAL[name], SPREAD[name], OCTAVE[name]
+    (low, high), spread, step = IN_USE[name], SPREAD[name], OCTAVE[name]
     others_top = part.scale.one
     room = (others_top - spread + 1 - low) // step  # octaves by which the others can be lowered
     if is_wide:

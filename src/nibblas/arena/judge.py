@@ -110,6 +110,7 @@ class Judge:
             "parcel": parcel.write(self.inputs.memory),
             "names": _names(tensors, parcel),
             "redrawn": self.harden.redrawn if self.harden is not None and self.hardened else (),
+            "has_zeros": self.harden is None or self.harden.has_zeros,
             "stand_ins": self.stand_ins.take_used(),
             "fd": self.inputs.fd,
             **facts,

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from nibblas.arena import standins
 from nibblas.arena.correctness import is_same, named_tensors, passes
 from nibblas.arena.coverage import coverage, gaps
-from nibblas.arena.harden import Hardener
+from nibblas.arena.harden import NO_ZEROS, Hardener
 from nibblas.arena.mutants import MUTANTS, Kernel, Situation, rms
 from nibblas.arena.poison import output_arguments
 from nibblas.arena.problem import TASK_FILE, ArenaError, Case, Task, read_task
@@ -224,6 +224,8 @@ class _Linted:
             seed = self.values.get("seed", 0)
             data = self._data(seed)
             left_out = gaps(coverage(data))
+            if self.harden is not None and not self.harden.has_zeros:
+                self.faults.append(NO_ZEROS)
             ref_kernel = self.ref_kernel
             if ref_kernel is None:
                 self.faults.append("reference.py has no ref_kernel, so that there is no right answer to change")
