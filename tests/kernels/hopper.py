@@ -1,8 +1,9 @@
-"""Where the tests of Hopper's kernels run: on a GPU, or as C++ on this CPU (cuda_on_cpu.h)."""
+"""Where the tests of Hopper's kernels run: on a GPU, or as C++ on this CPU (cuda_on_cpu.h); their machine code."""
 
 import ctypes
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,14 @@ def library_for_cpu(folder: Path, kernel: str, options: tuple[str, ...], run: st
     flags = ["-std=c++17", "-fPIC", "-shared", "-w", "-DNIBBLAS_ON_CPU", *options]
     subprocess.run([COMPILER, *flags, "-o", library, source], check=True)
     return ctypes.CDLL(str(library))
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    """A cubin's code as triton's disassembler prints it; "" without triton."""
+    triton = find_spec("triton")
+    if triton is None or triton.origin is None:
+        return ""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    nvdisasm = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout

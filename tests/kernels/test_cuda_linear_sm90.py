@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import on_hopper
+from hopper import disassembled, on_hopper
 
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -97,16 +96,10 @@ def test_every_e4m3_scale_becomes_its_bf16():
 
 
 def machine_code(config: Config, format, terms: int, columns: int, tmp_path) -> tuple[str, str]:
-    """The assembler's report, and the code as triton's disassembler prints it ("" without triton)."""
+    """The assembler's report, and the code ("" where there is no disassembler)."""
     options = (*config.options(format, terms, columns), "--ptxas-options=--verbose")
-    content, report = cuda_module._compile(cuda_module.source_of(cuda_linear_sm90.SOURCE), "sm_90a", options)
-    triton = find_spec("triton")
-    if triton is None:
-        return report, ""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(content)
-    nvdisasm = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return report, subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    content, report = cuda_module._compile(cuda_module.source_of(*cuda_linear_sm90.FILES), "sm_90a", options)
+    return report, disassembled(content, tmp_path)
 
 
 @pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))

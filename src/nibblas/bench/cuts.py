@@ -29,7 +29,7 @@ from nibblas import reference
 from nibblas.bench.operands import USUAL_SCALES, compare, draw, rotation_of
 from nibblas.bench.timing import interleaved
 from nibblas.formats import NVFP4
-from nibblas.kernels import cuda_linear_fp4_sm90, cuda_linear_sm90, cuda_module
+from nibblas.kernels import cuda_linear_fp4_sm90, cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
 from nibblas.memory import cold_bytes
 from nibblas.problem import Problem
 from nibblas.tensor import ScaledTensor, stack
@@ -67,25 +67,35 @@ def _fp4_candidates(p: Problem) -> Iterator[cuda_linear_fp4_sm90.Config]:
             yield config
 
 
-def _compile(source: str, options: Callable[[Any, Problem], tuple[str, ...]], config: Any, problem: Problem) -> None:
-    cuda_module.compile_cubin(cuda_module.source_of(source), "sm_90a", options(config, problem))
+Options = Callable[[Any, Problem], tuple[str, ...]]
 
 
+def _compile(files: tuple[str, ...], options: Options, config: Any, problem: Problem) -> None:
+    cuda_module.compile_cubin(cuda_module.source_of(*files), "sm_90a", options(config, problem))
+
+
+SHAPES = ((7168, 16384), (4096, 7168), (7168, 2048), (2112, 7168), (2880, 512), (3072, 1536))
 _problem = partial(Problem, "linear", b=NVFP4.name, arch="sm_90")
 KERNELS = {
     "cuda_linear_sm90": Cuttable(
         cuda_linear_sm90.Config,
-        tuple(
-            _problem(M, N, K)
-            for N, K in ((7168, 16384), (4096, 7168), (7168, 2048), (2112, 7168), (2880, 512), (3072, 1536))
-            for M in (1, 8, 16, 32, 64)
-        ),
+        tuple(_problem(M, N, K) for N, K in SHAPES for M in (1, 8, 16, 32, 64)),
         _linear_candidates,
         lambda config, p: cuda_linear_sm90.estimate(config, p.N, p.K, p.M),
         lambda p: cuda_linear_sm90.configure(p.N, p.K, p.M),
         cuda_linear_sm90.LAYOUTS[NVFP4],
         cuda_linear_sm90.launch,
-        partial(_compile, cuda_linear_sm90.SOURCE, lambda config, p: config.options(NVFP4, 1, p.M)),
+        partial(_compile, cuda_linear_sm90.FILES, lambda config, p: config.options(NVFP4, 1, p.M)),
+    ),
+    "cuda_linear_wide_sm90": Cuttable(
+        cuda_linear_wide_sm90.Config,
+        tuple(_problem(M, N, K) for N, K in SHAPES for M in (32, 64, 96, 128, 256)),
+        lambda p: (config for config in cuda_linear_wide_sm90.configs() if config.cluster <= -(-p.K // 128)),
+        lambda config, p: cuda_linear_wide_sm90.estimate(config, p.N, p.K, p.M),
+        lambda p: cuda_linear_wide_sm90.configure(p.N, p.K, p.M),
+        cuda_linear_sm90.LAYOUTS[NVFP4],
+        cuda_linear_wide_sm90.launch,
+        partial(_compile, cuda_linear_wide_sm90.FILES, lambda config, p: config.options(NVFP4, 1)),
     ),
     "cuda_linear_fp4_sm90": Cuttable(
         cuda_linear_fp4_sm90.Config,
@@ -103,7 +113,7 @@ KERNELS = {
         lambda p: cuda_linear_fp4_sm90.configure(p.M, p.N, p.K, p.L),
         (),
         cuda_linear_fp4_sm90.launch,
-        partial(_compile, cuda_linear_fp4_sm90.SOURCE, lambda config, p: config.options(p.M)),
+        partial(_compile, (cuda_linear_fp4_sm90.SOURCE,), lambda config, p: config.options(p.M)),
     ),
 }
 
@@ -129,7 +139,7 @@ class Cut:
         values = json.loads(line)
         kernel = KERNELS[values["kernel"]]
         sizes = {name: values[name] for name in "MNKL"}
-        types = {name: type(value) for name, value in asdict(kernel.config(1, 1, 1)).items()}
+        types = {name: type(value) for name, value in asdict(kernel.config(1, 1, 1, 1)).items()}
         config = kernel.config(**{name: types[name](value) for name, value in values["config"].items()})
         return cls(values["kernel"], replace(kernel.problems[0], **sizes), config, values["us"])
 

@@ -7,7 +7,7 @@
 // are added there in a fixed order.
 //
 // Set by the compiler's options:
-// FORMAT       16 or 32, the block size: NVFP4 or MXFP4
+// FORMAT       16 or 32, the block size: NVFP4 or MXFP4 (cuda_linear_sm90.h)
 // TERMS        bf16 terms an element of a is split into: 1 for bf16, 2 for fp16 (the split is exact)
 // COLUMN_TILES tiles of 8 columns of c.T, TERMS columns for a row of a
 // ROW_WARPS, K_WARPS, CLUSTER, ROW_TILES, DEPTH as above
@@ -63,53 +63,10 @@ __device__ __forceinline__ void wait_for_grid_before() {
     if (IS_DEPENDENT) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Asynchronous copies to shared memory.
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy_4(u32 to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
-
-__device__ __forceinline__ u32 rotate_right(u32 x, int n) { return __funnelshift_r(x, x, n); }
-
-__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-    u32 c;
-    asm("{mul.bf16x2 %0, %1, %2;}" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-
-// Scales of rows g (low half) and g + 8 (high half) as bf16. NVFP4: e5m3 bytes, times 2^119. MXFP4: e8m0 bytes.
-__device__ __forceinline__ u32 decode_scales(u32 word, int which) {
-    if (FORMAT == 16) {
-        if (which) word = rotate_right(word, 8);
-        return (word & 0x0FF00FF0u) | 0x70007000u;
-    }
-    return __byte_perm(word, 0, 0x4140) << 7;
-}
-
-// Eight codes as four pairs of bf16 (times 2^-126): rows g, g+8, g, g+8. docs: layouts.FragmentCodes packs the word.
-__device__ __forceinline__ void decode(u32 word, u32 scales, u32 (&pairs)[4]) {
-    constexpr u32 mask = 0x81C081C0u;
-    u32 g = low_twice(scales), g8 = high_twice(scales);
-    pairs[0] = multiply(word & mask, g);
-    pairs[1] = multiply((word << 4) & mask, g8);
-    pairs[2] = multiply(rotate_right(word, 6) & mask, g);
-    pairs[3] = multiply(((word << 6) ^ (word >> 2)) & mask, g8);
-}
-
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
@@ -129,33 +86,9 @@ __device__ __forceinline__ void send(u32 to, u32 arrived, u32 rank, const float 
     }
 }
 
-// Waits for a barrier of this CTA; `cluster`: whose data came from other CTAs.
-template <bool cluster>
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
-    if (cluster) {
-        asm volatile("{.reg .pred done; wait_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;"
-            "@!done bra wait_%=;}" :: "r"(barrier), "r"(phase) : "memory");
-    } else {
-        asm volatile("{.reg .pred done; wait_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
-            "@!done bra wait_%=;}" :: "r"(barrier), "r"(phase) : "memory");
-    }
-}
-
 // Where the 16 bytes of columns 8u..8u+7 of a chunk lie: the four lanes of a row read one run of 64 bytes at a time.
 __device__ __forceinline__ int unit(int u) {
     return FORMAT == 16 ? (u & 8) | (u & 1) << 2 | (u >> 1 & 3) : (u & 3) << 2 | u >> 2;
-}
-
-// Two fp16 as two bf16 next to each, and what is left of them.
-__device__ __forceinline__ void split(u32& pair, u32& rest) {
-    float x[2];
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(x[0]), "=f"(x[1]) : "r"(pair));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x[1]), "f"(x[0]));
-    const float near[2] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
-    #pragma unroll
-    for (int i = 0; i < 2; i++) x[i] = fabsf(x[i]) <= 65504.0f ? x[i] - near[i] : 0.0f;  // Inf - Inf would be NaN
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(x[1]), "f"(x[0]));
 }
 
 // The barrier on which partial sums arrive, with the bytes that it waits for.
@@ -203,14 +136,7 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const unsigned ch
             const int m = first_m + (TERMS == 1 ? n_tile * 8 + t * 2 + (i & 1) : n_tile * 4 + t);
             if (row >= p.N || m >= p.M) continue;
             float value = TERMS == 1 ? total[i] : total[i] + total[i + TERMS - 1];
-            if (FORMAT == 16) {
-                value *= 128.0f;  // codes were times 2^-126, scales 2^119
-            } else {
-                const int all_chunks = (p.K + 127) >> 7;
-                const unsigned char* largest = p.scales + batch * p.scales_batch + (u64)((row >> 4) + 1) * (all_chunks * 64 + 16) - 16;
-                value = ldexpf(value, (int)largest[row & 15] - 128);
-            }
-            value *= global_scale;
+            value = finished(value, p.scales + batch * p.scales_batch, row, (p.K + 127) >> 7) * global_scale;
             if (p.bias) value += to_float(p.bias, row, p.bias_type);
             store(p.out + batch * p.out_batch + m * p.out_pitch, row, p.out_type, value);
         }

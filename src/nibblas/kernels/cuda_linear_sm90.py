@@ -33,7 +33,7 @@ from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
-SOURCE = "cuda_linear_sm90.cu"
+FILES = ("cuda_linear_sm90.h", "cuda_linear_sm90.cu")
 MAX_COLUMNS = 64
 INVARIANT_COLUMNS = 32
 TERMS = {torch.bfloat16: 1, torch.float16: 2}
@@ -184,7 +184,7 @@ def prepare(
     options = config.options(format, terms, columns)
     if cuda_module.dependent:
         options += ("-DDEPENDENT",)
-    kernel = load(source_of(SOURCE), "sm_90a", options, "nibblas_linear", SHARED_LIMIT_SM90, device)
+    kernel = load(source_of(*FILES), "sm_90a", options, "nibblas_linear", SHARED_LIMIT_SM90, device)
     grid = (-(-N // config.rows) * config.cluster, L, -(-M // rows))
     return Launch(kernel, bytearray(ARGUMENTS.size), grid, config.threads, shared_bytes, cuda_module.dependent)
 
@@ -289,7 +289,7 @@ _kernel = partial(
     archs=("sm_90",),
     outs=tuple(DTYPES),
     also=lambda problem: missing(),
-    sources=(f"kernels/{SOURCE}", "kernels/cuda_linear_sm90.py", *SOURCES),
+    sources=(*(f"kernels/{name}" for name in FILES), "kernels/cuda_linear_sm90.py", *SOURCES),
     batched=True,
 )
 KERNELS = tuple(

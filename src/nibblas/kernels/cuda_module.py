@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ SHARED_LIMIT_SM90 = 227 * 1024  # bytes of shared memory that a CTA may have
 # ops.dependent_launch sets it.
 dependent = False
 
+T = TypeVar("T")
 _lock = threading.Lock()
 _loaded: dict[tuple, int] = {}
 
@@ -41,10 +43,10 @@ def missing() -> str | None:
 
 
 @cache
-def source_of(name: str) -> str:
-    """The text of a kernel's file in this folder, behind cuda_element.h."""
+def source_of(*names: str) -> str:
+    """The text of a kernel's files in this folder, behind cuda_element.h."""
     folder = Path(__file__).parent
-    return (folder / "cuda_element.h").read_text() + (folder / name).read_text()
+    return "".join((folder / name).read_text() for name in ("cuda_element.h", *names))
 
 
 def compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> bytes:
@@ -233,10 +235,10 @@ class Launches(threading.local):
     """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Launch] = {}
+        self._made: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, make: Callable[[], Launch]) -> Launch:
-        """This thread's launch for a key, made where there is none yet."""
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """This thread's launch, or launches, for a key, made where there are none yet."""
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = make()
