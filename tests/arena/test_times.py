@@ -143,17 +143,27 @@ def test_a_timer_that_claims_a_tenth_is_found():
 
 
 def test_work_on_streams_that_the_events_do_not_see_is_found():
-    assert timing.other_streams(samples(around(50e3, 1e3, 20), timer="event", tail=4e3)) is None
-    found = timing.other_streams(samples(around(50e3, 1e3, 20), timer="event", tail=400e3))
-    assert found is not None
-    assert found.class_id == "side-stream"
+    for count in (3, 20):
+        assert timing.other_streams(waited_for(count, tail=4e3, late=3e3)) is None
+        found = timing.other_streams(waited_for(count, tail=400e3, late=300e3))
+        assert found is not None
+        assert (found.class_id, found.severity) == ("side-stream", "refuse")
+        assert "for 100.0 us or longer" in found.what
     assert timing.other_streams(samples(around(50e3, 1e3, 20))) is None
+    assert timing.other_streams(waited_for(2, tail=400e3, late=300e3)) is None
 
 
-def test_waiting_for_an_idle_device_is_no_work_on_another_stream():
-    slow = samples(around(50e3, 1e3, 20), timer="event", tail=25e3)
-    assert timing.other_streams(slow) is not None
-    assert timing.other_streams(slow, empty_tail_ns=22e3) is None
+def test_a_wait_that_takes_as_long_later_is_no_work_on_another_stream():
+    """Waiting for a device takes tens of microseconds where a process has several streams or graphs."""
+    assert timing.other_streams(waited_for(20, tail=42e3, late=40e3)) is None
+    assert timing.other_streams(waited_for(20, tail=42e3, late=12e3)) is not None
+
+
+def waited_for(count: int, tail: float, late: float) -> list[Sample]:
+    """Samples after one in three of which the device was left alone before it was waited for."""
+    taken = samples(around(50e3, 1e3, count), timer="event")
+    waits = ({"late": late} if i % 3 == 0 else {"tail": tail} for i in range(count))
+    return [replace(s, claimed_ns=s.claimed_ns | wait) for s, wait in zip(taken, waits, strict=True)]
 
 
 def test_what_most_replies_cost_more_is_no_unseen_time():

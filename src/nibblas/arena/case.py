@@ -354,7 +354,7 @@ class CaseRun:
         for finding in (
             timing.unseen_time(self.samples, self.contestant.empty_ns, protocol.timer, self.contestant.empty_lead_ns),
             timing.unseen_cpu_time(self.samples, self.inside, protocol.timer, len(os.sched_getaffinity(0))),
-            timing.other_streams(self.samples, self.contestant.empty_tail_ns),
+            timing.other_streams(self.samples),
             timing.outside_work(
                 self.samples, self.outside, protocol.timer, self.run.threads, self.contestant.empty_outside_ns
             ),

@@ -24,6 +24,7 @@ from nibblas.memory import cold_bytes
 
 LEAD = 10e-3  # seconds for which a GPU is kept from the work of a call, so that all of it has been launched by then
 WORD = 8  # bytes of data that are held back together: an element, or several
+PAUSE_NS = 100_000  # for which the device is left alone after some calls: several times what it takes to wait for it
 HELD_WORDS, HELD_TENSORS = 4096, 8  # how many of a tensor, and of how many
 
 
@@ -128,10 +129,12 @@ class Gpu:
     run ahead of it and are not timed; how long that took is "lead". The caches are written and then read, which leaves
     little in them to write back. A submission could use that time on another stream, which the events don't see. So
     some words of its data, at places that nobody knows before, are not there until the first event. After the last one
-    has come the whole device is waited for: how much longer that takes is "tail", and is work on other streams too.
+    has come the whole device is waited for: how much longer that takes is "tail", and is work on other streams too, or
+    what such a wait costs where there are other streams. In one call of three, nobody knows which, the device is left
+    alone for PAUSE_NS before: what the wait takes then is "late", and less where there was work.
     """
 
-    timers: tuple[str, ...] = ("event", "host", "tail", "lead")
+    timers: tuple[str, ...] = ("event", "host", "tail", "late", "lead")
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device.index or 0)
@@ -148,7 +151,8 @@ class Gpu:
         self._zero_, self._sum, self._clock = torch.Tensor.zero_, torch.Tensor.sum, time.perf_counter_ns
         self._arange, self._select, self._equal = torch.arange, torch.Tensor.index_select, torch.equal
         self._fill_, self._copy_ = torch.Tensor.index_fill_, torch.Tensor.index_copy_
-        self._random = random.SystemRandom().randrange
+        self._random, self._shuffle = random.SystemRandom().randrange, random.SystemRandom().shuffle
+        self._pauses: list[int] = []
         self._sleep, self._sleep_cycles = torch._C._cuda_sleep, round(LEAD * _clock_rate(self.device))
         self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._profile, self._activities = torch.profiler.profile, [torch.profiler.ProfilerActivity.CUDA]
@@ -208,11 +212,22 @@ class Gpu:
         output = function(data)
         record(last, stream)
         self._wait(last)
-        come = clock()
+        come = paused = clock()
+        if pause := self._pause():
+            while paused - come < pause:
+                paused = clock()
         self._synchronize()
         end = clock()
         lead, event = (round(self._elapsed(*pair) * 1e6) for pair in ((zeroth, first), (first, last)))
-        return {"event": event, "host": end - start, "tail": end - come, "lead": lead}, output
+        waited = {"late" if pause else "tail": end - paused}
+        return {"event": event, "host": end - start - (paused - come), "lead": lead, **waited}, output
+
+    def _pause(self) -> int:
+        """Nanoseconds to leave the device alone after a call: PAUSE_NS in one of three."""
+        if not self._pauses:
+            self._pauses = [PAUSE_NS, 0, 0]
+            self._shuffle(self._pauses)
+        return self._pauses.pop()
 
     def traced(self, function: Callable[[Any], Any], data: Any) -> tuple[dict[str, int], Any, Work]:
         """See Device. Calls of nothing, traced before, tell which of the runs are our own; a profiler may lose some."""

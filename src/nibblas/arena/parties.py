@@ -192,7 +192,6 @@ class Contestant:
     unloadable: FaultError | None = None
     isolation: dict[str, bool | str] = field(default_factory=dict)
     empty_ns: float = 0.0
-    empty_tail_ns: float = 0.0
     empty_lead_ns: float = 0.0
     empty_inside_ns: float = 0.0
     empty_outside_ns: float = 0.0
@@ -265,7 +264,7 @@ class Contestant:
 
         Before each the worker sleeps, as it does before other calls while the judge makes their data.
         """
-        beyond, tails, leads, inside, outside = [], [], [], [], []
+        beyond, leads, inside, outside = [], [], [], []
         for _ in range(EMPTY_CALLS):
             time.sleep(EMPTY_PAUSE)
             used = self._cpu_ns()
@@ -274,13 +273,12 @@ class Contestant:
             started = time.perf_counter_ns()
             spans = self._ask("call", STARTING)["spans"]
             beyond.append(time.perf_counter_ns() - started - spans[self.timers[0]] - spans.get("lead", 0))
-            tails.append(spans.get("tail", 0))
             leads.append(spans.get("lead", 0))
             called = self._cpu_ns()
             self._ask("describe", STARTING)
             inside.append(called - prepared)
             outside.append(prepared - used + self._cpu_ns() - called)
-        self.empty_ns, self.empty_tail_ns, self.empty_lead_ns = median(beyond), median(tails), median(leads)
+        self.empty_ns, self.empty_lead_ns = median(beyond), median(leads)
         self.empty_inside_ns, self.empty_outside_ns = median(inside), median(outside)
 
     def call(

@@ -67,7 +67,7 @@ class Sample:
     of the statistics.
     """
 
-    claimed_ns: dict[str, float | None]  # by timer: "event", "host", "tail", "lead"
+    claimed_ns: dict[str, float | None]  # by timer: "event", "host", "tail" or "late", "lead"
     observed_ns: float | None
     valid: bool = True
     reason: str = ""

@@ -27,7 +27,7 @@ EVENT_STEP_NS = 500.0  # between the times that two events can be apart, as CUDA
 EVENT_SLACK_NS, HOST_SLACK_NS = 150e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
 LEAD_SHARE = 1.02  # of the lead of calls of nothing: a longer one is that of a slower clock, or claimed
-TAIL_NS = 10e3  # for which a device may go on after the last event of a call, beyond what waiting for an idle one takes
+TAIL_NS = 10e3  # for which a device may go on after the last event of a call
 TRACED_NS = 5e3  # by which a profiler may see more work than the events: each kernel starts a little later under it
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
 LONGEST_NS = 1e18  # of a span: 30 years
@@ -165,22 +165,25 @@ def unseen_cpu_time(samples: Sequence[Sample], inside_ns: Sequence[float], timer
     )
 
 
-def other_streams(samples: Sequence[Sample], empty_tail_ns: float = 0.0) -> Finding | None:
+def other_streams(samples: Sequence[Sample]) -> Finding | None:
     """A finding where the device went on after the last event: work on streams that the events don't see.
 
-    `empty_tail_ns` is how long the device is waited for after a call of nothing.
+    To wait for a device takes time where it is idle too, and more where a process has several streams. So the wait at
+    once after the event, "tail", is compared with the wait some time after it, "late", of other calls.
     """
-    tails = [tail for sample in samples if (tail := sample.claimed_ns.get("tail")) is not None]
-    if len(tails) < FEWEST:
+    tails, lates = (
+        [ns for sample in samples if (ns := sample.claimed_ns.get(wait)) is not None] for wait in ("tail", "late")
+    )
+    if len(tails) < FEWEST - 1 or not lates:
         return None
-    found = median_interval(tails, confidence=0.99)
-    if found.low <= TAIL_NS + empty_tail_ns:
+    found, late = (median_interval(waits, confidence=0.99) for waits in (tails, lates))
+    if found.low - late.high <= TAIL_NS:
         return None
     return Finding(
         "side-stream",
         REFUSE,
-        f"the device went on for {found.value / 1e3:.1f} us after the last event of a call",
-        evidence={"tail_ns": found.value, "tail_low_ns": found.low, "empty_tail_ns": empty_tail_ns},
+        f"the device went on for {(found.value - late.value) / 1e3:.1f} us or longer after the last event of a call",
+        evidence={"tail_ns": found.value, "tail_low_ns": found.low, "late_ns": late.value, "late_high_ns": late.high},
     )
 
 
