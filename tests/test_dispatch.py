@@ -98,13 +98,13 @@ def test_a_measurement_beats_the_kernels_own_cost_model(setting, measured, winne
     assert choose(PROBLEM, CPU).name == winner
 
 
-def test_a_near_measurement_beats_the_cost_model_and_scales_with_the_floor(setting):
-    (kernel,) = setting.kernels = [made("near", 1.0)]
+def test_a_near_measurement_corrects_the_cost_model(setting):
+    (kernel,) = setting.kernels = [replace(made("near"), cost=lambda problem, line: 3.0 + problem.N)]
     half = replace(PROBLEM, N=512)
     record = setting.measure(kernel, 0.5, half)
     found = rank(PROBLEM, CPU, 1)[0]
     assert (found.basis, found.record, found.distance) == ("near", record, 1.0)
-    assert found.seconds == pytest.approx(0.5 * LINE.floor(PROBLEM) / LINE.floor(half))
+    assert found.seconds == pytest.approx(0.5 * 1027 / 515)
 
 
 def test_the_very_problem_beats_a_near_one(setting):
@@ -254,7 +254,7 @@ def test_explain_prints_every_kernel(setting):
     ]
     floor = LINE.floor(PROBLEM)
     setting.measure(best, 2 * floor)
-    setting.measure(near, 2.5 * LINE.floor(replace(PROBLEM, M=2)), replace(PROBLEM, M=2))
+    setting.measure(near, 2.5 * floor, replace(PROBLEM, M=2))
     found = explain_problem(PROBLEM, CPU)
     assert found.chosen is best
     assert str(found) == (

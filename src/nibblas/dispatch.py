@@ -138,8 +138,8 @@ def _candidate(kernel: Kernel, problem: Problem, device: torch.device, threads: 
     record, distance = near
     if distance == 0:
         return Candidate(kernel, None, record.median, "measured", record)
-    # A near problem is expected to take as many floors as the measured one did.
-    scaled = record.median * line.floor(problem) / line.floor(record.problem)
+    # Of a near problem the cost model is expected to be as far off as it was of the measured one.
+    scaled = record.median * kernel.cost(problem, line) / kernel.cost(record.problem, line)
     return Candidate(kernel, None, scaled, "near", record, distance)
 
 
