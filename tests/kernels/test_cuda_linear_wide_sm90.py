@@ -1,0 +1,190 @@
+"""cuda_linear_wide_sm90: its cuts and machine code (no GPU needed), and on a GPU what test_kernels.py leaves out."""
+
+import random
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from checks import assert_product, poisoned_empty, random_codes, random_dense
+from hopper import disassembled, on_hopper
+
+from nibblas.formats import FORMATS, MXFP4, NVFP4
+from nibblas.kernels import cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
+from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, TERMS
+from nibblas.kernels.cuda_linear_wide_sm90 import KERNELS, Config, configure
+from nibblas.problem import Problem
+from nibblas.roofline import STATED
+from nibblas.tensor import ScaledTensor
+
+needs_nvrtc = pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+CONFIGS = [
+    Config(1, 8, 2, 5, min_blocks=2),
+    Config(1, 16, 3, 3, min_blocks=2),
+    Config(2, 12, 4, 5),
+    Config(2, 16, 7, 4, row_tiles=2),
+    Config(3, 16, 1, 4),
+    Config(2, 24, 2, 3),
+    Config(2, 32, 1, 3),
+]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def prepacked(t: ScaledTensor) -> ScaledTensor:
+    return t.with_layout(*LAYOUTS[t.format])
+
+
+def linear(a, b, bias=None, dtype=torch.float32, **options):
+    out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, "cuda")
+    cuda_linear_wide_sm90.launch(a, prepacked(b), bias, out, **options)
+    return out
+
+
+# --- how the work is cut -------------------------------------------------------------------------------------------
+
+
+def test_every_problem_has_a_cut_that_fits():
+    numbers = random.Random(0)
+    for _ in range(200):
+        N, K, columns = numbers.randint(1, 9000), numbers.randint(1, 900) * 32, numbers.randint(1, 9000)
+        config = configure(N, K, columns)
+        assert all(config.shared_bytes(format) * config.min_blocks <= 227 * 1024 for format in FORMATS.values())
+        assert config.cluster <= -(-K // 128)
+
+
+def test_a_launch_is_made_of_whole_tiles(monkeypatch):
+    made = []
+    monkeypatch.setattr(cuda_linear_wide_sm90, "load", lambda *arguments: arguments[3])
+    monkeypatch.setattr(cuda_linear_wide_sm90, "Launch", lambda *arguments, **_: made.append(arguments))
+    ready = cuda_linear_wide_sm90.prepare(NVFP4, 2, 130, 200, 400, 3, 0, Config(2, 16, 3, 4))
+    (arrange, _, arrange_grid, _), (multiply, _, grid, threads, _) = made
+    assert (arrange, multiply) == ("nibblas_arrange", "nibblas_linear_wide")
+    assert ready.blocks == 3  # of 64 rows, two columns each
+    assert grid == (2 * 3 * 3, 3, 1)  # blocks of 128 rows of b, of rows of a, and CTAs of a cluster; matrices
+    assert arrange_grid == (4 * 64 * 16 // 256, 3, 3)
+    assert threads == 3 * 128
+    assert ready.image_bytes == 3 * 3 * 4 * 128 * 256
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_cost_leaves_few_rows_to_the_skinny_kernel(kernel):
+    line = STATED["NVIDIA H200"]
+    skinny = next(k for k in cuda_linear_sm90.KERNELS if k.b_layouts == kernel.b_layouts)
+    a, b = kernel.operands[0]
+    layouts = tuple(layout.name for layout in kernel.b_layouts[0])
+    for M, wide_is_cheaper in ((1, False), (16, False), (128, True), (256, True), (2048, True)):
+        problem = Problem("linear", M, 7168, 16384, a=a, b=b, b_layouts=layouts, arch="sm_90")
+        assert (kernel.cost(problem, line) < skinny.cost(problem, line)) == wide_is_cheaper, M
+        assert kernel.cost(problem, line) > line.floor(problem)
+        assert kernel.cost(replace(problem, L=3), line) > kernel.cost(problem, line)
+
+
+# --- the machine code ----------------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("format", "terms"), [(NVFP4, 1), (MXFP4, 2)], ids=str)
+def test_machine_code(config, format, terms, tmp_path):
+    options = (*config.options(format, terms), "--ptxas-options=--verbose")
+    content, report = cuda_module._compile(cuda_module.source_of(*cuda_linear_wide_sm90.FILES), "sm_90a", options)
+    assert report.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
+    assert "serialized" not in report  # of wgmma
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    assert registers * config.threads * config.min_blocks <= 65536
+    code = disassembled(content, tmp_path)
+    if not code:
+        return
+    assert len(re.findall(rf"HGMMA\.64x{config.columns}x16", code)) == 8 * config.row_tiles
+    assert len(re.findall(r"HMUL2\.BF16", code)) == 32 * config.row_tiles
+    assert "UBLKCP" in code  # chunks are copied whole
+    assert len(re.findall(r"LDS\.128", code)) >= 2 * config.row_tiles
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    # Weights are asked for before the wait for the kernel that arranges a, which lets this one start.
+    assert "PREEXIT" in code
+    assert "ACQBULK" in code
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@on_hopper
+@pytest.mark.parametrize("M", [1, 70, 200])
+@pytest.mark.parametrize("dtype", TERMS, ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_every_cut_of_the_work(format, dtype, M):
+    for N, K in ((33, 32), (130, 2880), (327, 4192)):
+        g = generator(M)
+        narrow = None if format == NVFP4 else (100, 140)
+        b = random_codes((N, K), format, g, scale_bytes=narrow, device="cuda")
+        a, bias = random_dense((M, K), dtype, g, "cuda"), random_dense((N,), torch.bfloat16, g, "cuda")
+        for config in (None, *CONFIGS):
+            assert_product(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")
+
+
+@on_hopper
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_nan_scales_give_nan_in_their_column(format, config):
+    b = random_codes((3, 40, 256), format, generator(2), nan_scales=5, device="cuda")
+    a = random_dense((3, 5, 256), torch.bfloat16, generator(3), "cuda")
+    assert_product(a, b, None, linear(a, b, config=config), f"{format} {config}")
+
+
+@on_hopper
+def test_operands_that_lie_apart():
+    """Rows of a with other memory between them, at an odd place; out with its columns apart; N odd."""
+    b = random_codes((51, 512), NVFP4, generator(4), device="cuda")
+    a = random_dense((90, 1025), torch.bfloat16, generator(5), "cuda")[:, 1:513]
+    for out in (torch.empty(90, 80, device="cuda")[:, 3:54], torch.empty(51, 90, device="cuda").T):
+        cuda_linear_wide_sm90.launch(a, prepacked(b), None, out)
+        assert_product(a, b, None, out, str(out.stride()))
+
+
+@on_hopper
+def test_results_repeat_on_two_streams():
+    b = prepacked(random_codes((1024, 2048), NVFP4, generator(6), device="cuda"))
+    inputs = [random_dense((M, 2048), torch.bfloat16, generator(M), "cuda") for M in (96, 300)]
+    first = [torch.empty(len(a), 1024, device="cuda") for a in inputs]
+    for a, out in zip(inputs, first, strict=True):
+        cuda_linear_wide_sm90.launch(a, b, None, out)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    outs = [torch.empty(200, *out.shape, device="cuda") for out in first]
+    for i in range(200):
+        for stream, a, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                cuda_linear_wide_sm90.launch(a, b, None, out[i])
+    torch.cuda.synchronize()
+    for out, expected in zip(outs, first, strict=True):
+        assert torch.equal(out, expected.expand_as(out))
+
+
+@on_hopper
+def test_a_chain_in_a_graph():
+    """Each product's activations are the result of the one before: what starts early must not read them early."""
+    one = NVFP4.scale_code.one
+    b = random_codes((512, 512), NVFP4, generator(13), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
+    b = prepacked(b)
+    x = [random_dense((100, 512), torch.bfloat16, generator(14), "cuda")]
+    x += [torch.empty_like(x[0]) for _ in range(8)]
+    expected = [x[0], *(torch.empty_like(x[0]) for _ in range(8))]
+    for source, out in pairwise(expected):
+        cuda_linear_wide_sm90.launch(source, b, None, out)
+        torch.cuda.synchronize()
+    assert all(out.isfinite().all() and out.any() for out in expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for source, out in pairwise(x):
+            cuda_linear_wide_sm90.launch(source, b, None, out)
+    for _ in range(20):
+        for out in x[1:]:
+            out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        for out, right in zip(x, expected, strict=True):
+            assert torch.equal(out, right)
