@@ -13,7 +13,7 @@ from hopper import disassembled, on_hopper
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
 from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, TERMS
-from nibblas.kernels.cuda_linear_wide_sm90 import KERNELS, Config, configure
+from nibblas.kernels.cuda_linear_wide_sm90 import KERNELS, Config, Prepared, configure
 from nibblas.problem import Problem
 from nibblas.roofline import STATED
 from nibblas.tensor import ScaledTensor
@@ -68,6 +68,71 @@ def test_a_launch_is_made_of_whole_tiles(monkeypatch):
     assert arrange_grid == (4 * 64 * 16 // 256, 3, 3)
     assert threads == 3 * 128
     assert ready.image_bytes == 3 * 3 * 4 * 128 * 256
+
+
+class Recorder:
+    """A launch that keeps what it would have passed to the device code."""
+
+    def __init__(self, struct):
+        self.struct, self.arguments, self.seen = struct, bytearray(struct.size), []
+
+    def __call__(self, stream):
+        self.seen.append(self.struct.unpack(self.arguments))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The launches of one problem, which record their arguments; scratch lies on the CPU."""
+    arrange = Recorder(cuda_linear_wide_sm90.ARRANGE_ARGUMENTS)
+    multiply = Recorder(cuda_linear_wide_sm90.ARGUMENTS)
+    monkeypatch.setattr(cuda_linear_wide_sm90, "_launches", cuda_module.Launches())
+    monkeypatch.setattr(cuda_linear_wide_sm90, "prepare", lambda *_: Prepared(arrange, multiply, 4096, 7))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    return arrange, multiply
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("bias", [None, torch.bfloat16], ids=str)
+def test_arguments_of_a_launch(launched, format, bias):
+    g = generator(9)
+    b = prepacked(random_codes((3, 40, 256), format, g))
+    bias = None if bias is None else random_dense((40,), bias, g)
+    a, out = random_dense((3, 70, 256), torch.bfloat16, g), torch.empty(3, 70, 40, dtype=torch.float16)
+    cuda_linear_wide_sm90.launch(a, b, bias, out)
+    (arranged,), (multiplied,) = (recorder.seen for recorder in launched)
+    image = arranged[1]
+    assert arranged == (a.data_ptr(), image, 512, 70 * 512, 70, 256)
+    places = [0 if t is None else t.data_ptr() for t in (b.data, b.scale, out, bias, b.global_scale)]
+    places.insert(2, image)
+    pitches = (80, 70 * 80, b.data.stride(0), b.scale.stride(0), 0 if b.global_scale is None else 1)
+    assert multiplied == (*places, *pitches, 70, 40, 256, 0 if bias is None else 1, 2, 7, 0)
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_bound_launch_is_a_launch(launched, format):
+    g = generator(10)
+    b, bias = prepacked(random_codes((40, 256), format, g)), random_dense((40,), torch.bfloat16, g)
+    a, out = random_dense((70, 256), torch.bfloat16, g), torch.empty(70, 40, dtype=torch.bfloat16)
+    run = cuda_linear_wide_sm90.bind(a, b, bias, out)
+    other = prepacked(random_codes((40, 256), format, g))
+    others = random_dense((70, 256), torch.bfloat16, g), torch.empty(70, 40, dtype=torch.bfloat16)
+    cuda_linear_wide_sm90.launch(others[0], other, None, others[1])  # uses the same buffers of arguments
+
+    def seen(recorder, *but):
+        return [tuple(x for i, x in enumerate(one) if i not in but) for one in recorder.seen[-2:]]
+
+    for x, y in ((a, out), others):
+        run(x, y)
+        cuda_linear_wide_sm90.launch(x, b, bias, y)
+        for recorder, image in zip(launched, (1, 2), strict=True):
+            bound, unbound = seen(recorder, image)
+            assert bound == unbound
+        arranged, multiplied = (recorder.seen[-2] for recorder in launched)
+        assert arranged[1] == multiplied[2], "what one kernel writes the other reads"
+    odd = torch.empty(70 * 256 + 1, dtype=torch.bfloat16)[1:].view(70, 256)
+    run(odd, out)
+    assert launched[0].seen[-1][0] != odd.data_ptr()
+    assert launched[0].seen[-1][0] % 4 == 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
