@@ -76,6 +76,19 @@ def test_the_table_has_the_ratio_to_the_baseline_with_its_interval():
     assert row[2].endswith(" us")
 
 
+def test_a_case_that_is_not_correct_has_no_time_and_an_interrupted_run_says_so():
+    *others, last = GOOD.cases
+    ratio = PairedRatio(last.text, 0.25, 0.24, 0.27, 0.99, 1.01)
+    cases = (*others, replace(last, verdict="refused", message="faster than light"))
+    found = replace(GOOD, cases=cases, comparison=Comparison(GOOD.submission, (ratio,)))
+    *_, row = contest.Entry("nvfp4_gemv", found).rows()
+    assert row[2:] == ("", "", "", "", "", "refused: faster than light")
+    stopped = replace(GOOD, complete=False, verdict="unfinished", reason="interrupted")
+    *rows, end = contest.Entry("nvfp4_gemv", stopped).rows()
+    assert len(rows) == len(GOOD.cases)
+    assert end == ("nvfp4_gemv", *[""] * 6, "unfinished: stopped by the time limit")
+
+
 def test_complete_records_are_kept_and_others_resumed(checkout, runs, tmp_path):
     kept = tmp_path / "kept"
     contest.contest(checkout, kept, "cpu", 1.0, 60.0, "gemv")

@@ -150,6 +150,22 @@ def test_an_interrupted_run_is_told_from_a_finished_one(checkout, runs, tmp_path
     assert entry.cells()[2:4] == ("unfinished", "0 of 4")
 
 
+def test_a_run_that_is_not_correct_gives_the_verdict_and_no_time(checkout, runs, tmp_path):
+    (entry,) = survey(checkout, tmp_path / "kept", "cpu", 1.0, 60.0, "^b/")
+    good = entry.runs["benchmark"]
+    late = "the device went on for 41.9 us after the last event of a call"
+    refused = tuple(replace(case, verdict="refused", message=late) for case in good.cases)
+    entry.runs["benchmark"] = replace(good, verdict="refused", reason=late, cases=refused)
+    assert entry.cells()[2:8] == ("refused", "4 of 4", "", "", "", "")
+    assert entry.cells()[-1] == f"{late}; stand-ins: aiter"
+    entry.runs["benchmark"] = replace(good, verdict="unfinished", reason="interrupted", cases=())
+    assert entry.cells()[2:5] == ("correct so far", "4 of 4", "")
+    assert entry.cells()[-1].startswith("stopped by the time limit; ")
+    del entry.runs["benchmark"]
+    entry.faults.append("the arena failed")
+    assert entry.cells()[-1].startswith("the arena failed; "), "of a benchmark after good tests"
+
+
 def test_a_run_is_stopped_after_its_time_and_a_persons_interrupt_goes_on(checkout, tmp_path, monkeypatch):
     def endless(task, submission, options, path, **_):
         recorded(task, submission, options, path)

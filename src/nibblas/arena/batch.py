@@ -121,12 +121,17 @@ def sizes(case: CaseResult) -> str:
 
 
 def times(case: CaseResult) -> tuple[str, str, str]:
-    """The median of a case, its interval and the share of the floor; empty where it was not timed."""
+    """The median of a case, its interval and the share of the floor; empty where it is not correct and timed."""
     found = case.statistics
-    if found is None:
+    if found is None or case.verdict != "correct":
         return "", "", ""
     median, low, high = (time_text(ns * 1e-9) for ns in (found.median_ns, found.low_ns, found.high_ns))
     return median, f"{low} to {high}", floor_share(case)
+
+
+def why_not(run: Record) -> str:
+    """Why a run is not correct here; of one that was interrupted, in the words of these programs."""
+    return run.reason.replace("interrupted", "stopped by the time limit") if run.verdict != "correct here" else ""
 
 
 def brief(text: str) -> str:

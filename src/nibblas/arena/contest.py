@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nibblas import evidence
-from nibblas.arena.batch import brief, device_kind, device_option, kept_run, markdown, sizes, times, where_and_when
+from nibblas.arena.batch import (
+    brief,
+    device_kind,
+    device_option,
+    kept_run,
+    markdown,
+    sizes,
+    times,
+    where_and_when,
+    why_not,
+)
 from nibblas.arena.measurements import measurements
 from nibblas.arena.problem import ArenaError, read_task
 from nibblas.arena.record import CaseResult, Record
@@ -39,17 +49,17 @@ class Entry:
     found: Record | str
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Its lines of the table, one a case, in the order of HEAD."""
+        """Its lines of the table, one a case, in the order of HEAD, and one for a run that did not end."""
         if isinstance(self.found, str):
             yield (self.name, *[""] * 6, brief(self.found))
             return
         ratios = {} if self.found.comparison is None else {r.text: r for r in self.found.comparison.ratios}
         for case in self.found.cases:
-            ratio = ratios.get(case.text)
+            ratio = ratios.get(case.text) if case.verdict == "correct" else None
             of_other = (f"{ratio.ratio:.3g}", f"{ratio.low:.3g} to {ratio.high:.3g}") if ratio else ("", "")
             yield (self.name, sizes(case), *times(case), *of_other, _verdict(case))
-        if not self.found.cases:
-            yield (self.name, *[""] * 6, brief(f"{self.found.verdict}: {self.found.reason}"))
+        if not self.found.complete or not self.found.cases:
+            yield (self.name, *[""] * 6, brief(f"{self.found.verdict}: {why_not(self.found)}"))
 
 
 def _verdict(case: CaseResult) -> str:

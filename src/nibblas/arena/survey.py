@@ -13,9 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nibblas.arena.batch import brief, device_kind, device_option, kept_run, markdown, sizes, times, where_and_when
+from nibblas.arena.batch import (
+    brief,
+    device_kind,
+    device_option,
+    kept_run,
+    markdown,
+    sizes,
+    times,
+    where_and_when,
+    why_not,
+)
 from nibblas.arena.problem import ArenaError, Task, read_task
-from nibblas.arena.record import CaseResult, Mode, Record
+from nibblas.arena.record import Mode, Record
 from nibblas.arena.submission import Submission, read_submission
 from nibblas.generated import Part
 
@@ -46,36 +56,31 @@ class Entry:
         return self.runs["test"].reason if "test" in self.runs else "; ".join(self.faults)
 
     def cells(self) -> tuple[str, ...]:
-        """Its line of the table, in the order of HEAD."""
+        """Its line of the table, in the order of HEAD; the first of its runs that is not correct gives the verdict."""
         test = self.runs.get("test")
         if test is None or self.task is None:
             verdict = "refused" if self.refusal else "not run"
             return (self.problem, self.kind, verdict, *[""] * 5, brief(self.refusal or self.reason))
+        run = next((run for run in self.runs.values() if run.verdict != "correct here"), test)
         passed = sum(case.verdict == "correct" for case in test.cases)
         is_judged = test.verdict not in ("incompatible here", "refused")
         return (
             self.problem,
             self.kind,
-            "correct so far" if test.verdict == "unfinished" and passed else test.verdict,
+            "correct so far" if run.verdict == "unfinished" and passed else run.verdict,
             f"{passed} of {len(self.task.tests)}" if is_judged else "",
             *self._times(),
-            self._notes(test),
+            self._notes(run, test.stand_ins),
         )
 
     def _times(self) -> tuple[str, str, str, str]:
-        case = next((case for case in self._timed() if case.statistics is not None), None)
-        return ("", "", "", "") if case is None else (sizes(case), *times(case))
+        cases = self.runs["benchmark"].cases if "benchmark" in self.runs else ()
+        return next(((sizes(case), *found) for case in cases if any(found := times(case))), ("", "", "", ""))
 
-    def _timed(self) -> tuple[CaseResult, ...]:
-        benchmark = self.runs.get("benchmark")
-        return benchmark.cases if benchmark is not None else ()
-
-    def _notes(self, test: Record) -> str:
-        reason = (
-            "" if test.verdict == "correct here" else test.reason.replace("interrupted", "stopped by the time limit")
-        )
-        used = sorted({name.split(".")[0] if name.startswith("aiter") else name for name in test.stand_ins})
-        return "; ".join(filter(None, [brief(reason), f"stand-ins: {', '.join(used)}" if used else ""]))
+    def _notes(self, run: Record, stand_ins: Sequence[str]) -> str:
+        why = "; ".join(filter(None, [why_not(run), *self.faults]))
+        used = sorted({name.split(".")[0] if name.startswith("aiter") else name for name in stand_ins})
+        return "; ".join(filter(None, [brief(why), f"stand-ins: {', '.join(used)}" if used else ""]))
 
 
 def entries(checkout: Path) -> Iterator[Entry]:
