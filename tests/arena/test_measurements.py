@@ -6,7 +6,7 @@ import pytest
 from arena_records import BAD, GOOD, SIZES, timed, untimed
 
 from nibblas.arena.measurements import measurements, submission_digest
-from nibblas.arena.record import Comparison, PairedRatio, SubmissionFacts, TaskFacts
+from nibblas.arena.record import PARTIAL_FLOOR, Comparison, Finding, PairedRatio, SubmissionFacts, TaskFacts
 from nibblas.evidence import Measurement
 
 
@@ -21,6 +21,12 @@ def test_a_row_for_each_product_of_the_last_timing():
     assert first.median == pytest.approx(GOOD.cases[4].statistics.median_ns * 1e-9)
     assert (first.floor, first.error, first.hardened) == (pytest.approx(15e-6), 4e-4, False)
     assert Measurement.from_json(first.to_json()) == first
+
+
+def test_a_floor_from_a_part_of_the_data_is_none():
+    partial = Finding(PARTIAL_FLOOR, "info", "the floor is from 1 of 2 MB tried")
+    (row,) = measurements(replace(GOOD, cases=(timed(findings=(partial,)),)))
+    assert row.floor is None
 
 
 def test_hardened_tests_count_if_they_passed():

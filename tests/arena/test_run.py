@@ -26,6 +26,7 @@ from nibblas.arena.lint import lint_problem
 from nibblas.arena.parties import Contestant
 from nibblas.arena.problem import ArenaError
 from nibblas.arena.record import Comparison
+from nibblas.arena.show import floor_share
 from nibblas.arena.timing import Stopping
 from nibblas.bench import probe
 from nibblas.evidence import store
@@ -228,6 +229,20 @@ def changed(directory: Path, target: Path, changes: dict[str, str]) -> Path:
         text = text.replace(was, becomes)
     (target / "reference.py").write_text(text)
     return target
+
+
+def test_a_floor_from_a_part_of_the_data_says_so(arena, problem, monkeypatch, tmp_path):
+    monkeypatch.setenv("NIBBLAS_CACHE", str(tmp_path / "cache"))
+    keep(Roofline("fast", "cpu", 1, 1e12, {"fp32": 1e9}, "measured"), torch.device("cpu"))
+    monkeypatch.setitem(arena_case.PROBING, "benchmark", 0.5)  # for two calls, and then a few of eight
+    slow = {"import torch": "import time, torch", "a, b =": "time.sleep(0.1); a, b ="}
+    directory = changed(problem("vector_add"), tmp_path / "add", slow)
+    case = arena(directory, directory / "submission.py", mode="benchmark", budget=0.1).cases[-1]
+    (told,) = [finding for finding in case.findings if "floor" in finding.class_id]
+    tried = re.fullmatch(r"the floor is from (0\.\d+) of 0\.032 MB tried: there was no time for more", told.what)
+    assert case.has_partial_floor
+    assert 0 < case.floor_ns <= float(tried[1]) * 1e6 / 1e12 * 1e9 * 1.01
+    assert floor_share(case).startswith("≥ ")
 
 
 SLOW_AT_FIRST = """

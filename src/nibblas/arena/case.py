@@ -20,6 +20,7 @@ from nibblas.arena.options import Options
 from nibblas.arena.parties import Contestant, FaultError, JudgeProcess, Made
 from nibblas.arena.problem import Case
 from nibblas.arena.record import (
+    PARTIAL_FLOOR,
     TIMED,
     CaseResult,
     CaseVerdict,
@@ -37,6 +38,7 @@ from nibblas.arena.submission import Submission
 ACCEPTABLE = 0.5  # of the answer's RMS: a check that lets an element be further off accepts nearly anything
 INSPECTED = 8  # one call in so many has its data looked at again and its processes counted
 IDLE_SHARE, IDLE_SECONDS = 0.3, 0.1  # of CPU time, that a worker may use while nothing is asked of it
+NEGLIGIBLE = 0.01  # of the data, that a floor may leave out untried
 PROBING: dict[Mode, float] = {"test": 1.0, "benchmark": 3.0, "leaderboard": 3.0, "profile": 0.0}  # seconds, for floors
 
 
@@ -249,11 +251,14 @@ class CaseRun:
             made.close()
 
     def _floor(self, made: Made) -> float | None:
-        protocol = self.run.record.protocol
-        read, written = made.facts.get("read_bytes"), made.facts.get("written_bytes", 0)
-        # The run tells it where the bandwidth is what lacks.
-        if self.kind in TIMED and protocol.bandwidth is not None and read is None:
-            self._find(Finding("no-floor", "info", f"no floor: {made.facts.get('unprobed', '')}"))
+        protocol, facts = self.run.record.protocol, made.facts
+        read, written = facts.get("read_bytes"), facts.get("written_bytes", 0)
+        if self.kind in TIMED and protocol.bandwidth is not None:  # the run tells where that is what lacks
+            if read is None:
+                self._find(Finding("no-floor", "info", f"no floor: {facts.get('unprobed', '')}"))
+            elif (tried := facts["tried_bytes"]) < (1 - NEGLIGIBLE) * (total := facts["data_bytes"]):
+                what = f"the floor is from {tried / 1e6:.3g} of {total / 1e6:.3g} MB tried: there was no time for more"
+                self._find(Finding(PARTIAL_FLOOR, "info", what))
         return timing.floor_ns(read, written, protocol.flush_bytes, protocol.bandwidth)
 
     def _called(self, index: int, made: Made, *, again: bool) -> Sample | None:

@@ -44,9 +44,10 @@ from nibblas.arena.wire import (
 from nibblas.memory import is_out_of_memory, without_memory_is_fine
 
 MAX_TEXT = 8000  # characters of a message that are sent
-PARTS = 8  # of a storage, each of which may matter or not
+PARTS = 8  # of all data, each of which may matter or not
 BLOCK = 4096  # bytes of a part that are changed to see
 SELF_TEST = 1.0  # seconds for trying faulty answers on a problem's check, which itself may take no longer
+TOO_SLOW = "the reference is too slow for its reads to be probed"
 LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
 
 
@@ -140,12 +141,11 @@ class Judge:
         self.filled = output_arguments(self.data, timed)
         tensors = correctness.named_tensors(self.data, "data")
         self.fillable = {(tensors[name].dtype, tensors[name].shape) for name in self.filled}
-        facts["unprobed"] = "the reference is too slow for its reads to be probed"
+        facts["unprobed"] = TOO_SLOW
         if min(seconds[:2]) * 2 < probing:  # on the same data, and what starts or compiles does so in the first call
             facts["unprobed"] = "there is too little memory to probe the reference's reads"
             with without_memory_is_fine():
-                facts["read_bytes"] = read_bytes(ref_kernel, parcel, probing)
-                facts["unprobed"] = "the reference gives no tensors, or others each time"
+                facts |= _probed(ref_kernel, parcel, probing)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the workers want the same memory
         return facts
@@ -214,10 +214,23 @@ def _errors(output: Any, answer: correctness.Answer) -> tuple[Errors, ...]:
         return ()
 
 
-def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> int | None:
-    """Bytes of the data that the reference's answer was seen to depend on; None where it is another one each time.
+def _probed(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> dict[str, Any]:
+    found = read_bytes(ref_kernel, parcel, seconds)
+    if found is None:
+        return {"unprobed": "the reference gives no tensors, or others each time"}
+    (read, tried), total = found, sum(storage.nbytes() for storage in parcel.storages)
+    if total and not tried:
+        return {"unprobed": TOO_SLOW}
+    return {"read_bytes": read, "tried_bytes": tried, "data_bytes": total}
 
-    A small block at random of each of the PARTS of a storage is zeroed in turn, of large storages first, as long as
+
+def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float) -> tuple[int, int] | None:
+    """Bytes of the data that the reference's answer was seen to depend on, and of how many that was tried.
+
+    None where the answer is another one each time.
+
+    A storage has as many parts as make each at most one of the PARTS of all data, and at least two, so that many
+    storages need few calls. A small block at random of each part is zeroed in turn, of large storages first, as long as
     there is time. Where all of them make a difference all of the storage counts, else the share of those that did, less
     one for luck. What was not tried counts nothing. So it is rarely more than what every right kernel has to read.
     """
@@ -236,21 +249,23 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
     def differs(tensors: list[Tensor] | None) -> bool:
         return tensors is None or len(tensors) != len(usual) or not all(map(same_bytes, tensors, usual))
 
-    deadline, total, nothing = time.monotonic() + seconds, 0, slice(0, 0)
+    deadline, nothing = time.monotonic() + seconds, slice(0, 0)
     usual = answer(0, nothing) or []
     if not usual or differs(answer(0, nothing)):
         return None
-    sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages)}
-    for number in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        step = -(-sizes[number] // PARTS)
-        tried = [
-            differs(answer(number, _block(at, min(at + step, sizes[number]))))
-            for at in range(0, sizes[number], step or 1)
+    sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages) if storage.nbytes()}
+    read_total, tried_total, all_bytes = 0, 0, sum(sizes.values())
+    for number, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
+        step = -(-size // max(-(-size * PARTS // all_bytes), 2))
+        mattered = [
+            differs(answer(number, _block(at, min(at + step, size))))
+            for at in range(0, size, step)
             if time.monotonic() < deadline
         ]
-        share = sum(tried) if all(tried) else max(sum(tried) - 1, 0)
-        total += min(share * step, sizes[number])
-    return total
+        share = sum(mattered) if all(mattered) else max(sum(mattered) - 1, 0)
+        read_total += min(share * step, size)
+        tried_total += min(len(mattered) * step, size)
+    return read_total, tried_total
 
 
 def _block(start: int, end: int) -> slice:

@@ -38,7 +38,7 @@ def _measurement(record: Record, case: CaseResult, problem: Problem) -> Measurem
         command=record.command,
         method=f"arena {case.kind}, {protocol.flush_bytes >> 20} MiB flushed, fresh inputs, {timer} timer",
         samples=tuple(ns * 1e-9 for ns in case.times),
-        floor=None if case.floor_ns is None else case.floor_ns * 1e-9,
+        floor=None if case.floor_ns is None or case.has_partial_floor else case.floor_ns * 1e-9,
         error=max(errors, default=None),
         hardened=protocol.hardened and bool(tests) and all(test.verdict == "correct" for test in tests),
         beside=_beside(record, case),

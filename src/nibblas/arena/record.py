@@ -25,6 +25,7 @@ SCHEMA = 1
 
 Mode = Literal["test", "benchmark", "leaderboard", "profile"]
 TIMED: tuple[Mode, ...] = ("benchmark", "leaderboard")  # modes whose cases have statistics
+PARTIAL_FLOOR = "partial-floor"  # the finding that some of the inputs were not tried for a case's floor
 Dialect = Literal["nibblas", "kernelbot"]  # how the cases of task.yml are read
 StandInChoice = Literal["auto", "none"]  # whether something of ours may take the place of what a machine lacks
 CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "incompatible", "not run"]
@@ -193,6 +194,11 @@ class CaseResult:
     def times(self) -> list[float]:
         """The samples that the statistics count, in nanoseconds; none where there are no statistics."""
         return claimed(self.samples, self.statistics.timer) if self.statistics else []
+
+    @property
+    def has_partial_floor(self) -> bool:
+        """Whether some of the inputs were not tried for the floor, so that it may be too low."""
+        return any(finding.class_id == PARTIAL_FLOOR for finding in self.findings)
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,13 @@ def span_in_words(low: float, high: float) -> str:
 
 
 def floor_share(case: CaseResult) -> str:
-    """How much of the median the floor explains, "54%"; empty where one of them is not known."""
+    """How much of the median the floor explains, "54%", or "≥ 54%" where not all inputs were tried for it.
+
+    Empty where one of them is not known.
+    """
     if case.floor_ns is None or case.statistics is None:
         return ""
-    return f"{case.floor_ns / case.statistics.median_ns:.0%}"
+    return f"{'≥ ' if case.has_partial_floor else ''}{case.floor_ns / case.statistics.median_ns:.0%}"
 
 
 def traced_in_words(found: Traced) -> str:
