@@ -159,6 +159,22 @@ def test_a_wait_that_takes_as_long_later_is_no_work_on_another_stream():
     assert timing.other_streams(waited_for(20, tail=42e3, late=12e3)) is not None
 
 
+def test_work_that_goes_on_for_longer_in_some_calls_is_no_less_found():
+    """60 us of work on another stream, in half the calls with 100 us more, each waited for at once or 100 us later."""
+    draw, found = random.Random(0), 0
+    for count in (6, 12, 30, 100) * 25:
+        taken = waited_for(count, 0, 0)
+        for i, sample in enumerate(taken):
+            goes_on = 60e3 + draw.choice((0, 100e3))
+            (wait,) = {"tail", "late"} & set(sample.claimed_ns)
+            more = max(goes_on - (100e3 if wait == "late" else 0), 0)
+            taken[i] = replace(sample, claimed_ns=sample.claimed_ns | {wait: 8e3 + more})
+        found += timing.other_streams(taken) is not None
+    assert found >= 90
+    steady = [waited_for(30, tail=draw.uniform(30e3, 40e3), late=draw.uniform(30e3, 40e3)) for _ in range(20)]
+    assert not any(map(timing.other_streams, steady))
+
+
 def waited_for(count: int, tail: float, late: float) -> list[Sample]:
     """Samples after one in three of which the device was left alone before it was waited for."""
     taken = samples(around(50e3, 1e3, count), timer="event")
