@@ -16,7 +16,8 @@ from hopper import disassembled, on_hopper
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernels import cuda_linear_sm90, cuda_module
-from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, Config, configure, configure_invariant
+from nibblas.kernels.cuda_linear_sm90 import Config, configure, configure_invariant
+from nibblas.kernels.cuda_prepacked_sm90 import LAYOUTS, TERMS
 from nibblas.layouts import LINEAR
 from nibblas.nn import FP4Linear
 from nibblas.tensor import ScaledTensor
@@ -287,7 +288,7 @@ def test_every_cut_of_the_work(format, dtype, M):
         narrow = None if format == NVFP4 else (100, 140)
         b = random_codes((N, K), format, g, scale_bytes=narrow, device="cuda")
         a, bias = random_dense((M, K), dtype, g, "cuda"), random_dense((N,), torch.bfloat16, g, "cuda")
-        columns = min(M * cuda_linear_sm90.TERMS[dtype], cuda_linear_sm90.MAX_COLUMNS)
+        columns = min(M * TERMS[dtype], cuda_linear_sm90.MAX_COLUMNS)
         fits = [c for c in CONFIGS if c.shared_bytes(format, columns, K) <= cuda_module.SHARED_LIMIT_SM90]
         for config in (None, *fits):
             assert_product(a, b, bias, linear(a, b, bias, config=config), f"{format} {dtype} M={M} {(N, K)} {config}")

@@ -10,10 +10,12 @@ import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
 from hopper import disassembled, on_hopper
 
+from nibblas import ops
 from nibblas.formats import FORMATS, MXFP4, NVFP4
+from nibblas.kernel import PACKAGE
 from nibblas.kernels import cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
-from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, TERMS
 from nibblas.kernels.cuda_linear_wide_sm90 import KERNELS, Config, Prepared, configure
+from nibblas.kernels.cuda_prepacked_sm90 import LAYOUTS, TERMS
 from nibblas.problem import Problem
 from nibblas.roofline import STATED
 from nibblas.tensor import ScaledTensor
@@ -51,7 +53,7 @@ def test_every_problem_has_a_cut_that_fits():
     numbers = random.Random(0)
     for _ in range(200):
         N, K, columns = numbers.randint(1, 9000), numbers.randint(1, 900) * 32, numbers.randint(1, 9000)
-        config = configure(N, K, columns)
+        config = configure(N, K, columns, L=numbers.choice((1, 1, 3, 40)))
         assert all(config.shared_bytes(format) * config.min_blocks <= 227 * 1024 for format in FORMATS.values())
         assert config.cluster <= -(-K // 128)
 
@@ -135,6 +137,22 @@ def test_a_bound_launch_is_a_launch(launched, format):
     assert launched[0].seen[-1][0] % 4 == 0
 
 
+def test_python_and_the_device_code_agree_on_numbers():
+    text = (PACKAGE / "kernels" / cuda_linear_wide_sm90.FILES[1]).read_text()
+    assert f"constexpr int ARRANGERS = {cuda_linear_wide_sm90.ARRANGERS};" in text
+    assert f"COPYING = {cuda_linear_wide_sm90.COPYING};" in text
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
+def test_more_than_a_grid_holds_is_refused(kernel):
+    layouts = tuple(layout.name for layout in kernel.b_layouts[0])
+    problem = Problem("linear", 1_000_000, 64, 128, b=kernel.operands[0][1], b_layouts=layouts, arch="sm_90")
+    assert kernel.why_not(problem) is None
+    assert "starts at most 65535 blocks of rows" in kernel.why_not(replace(problem, M=5_000_000))
+    assert "needs 70000" in kernel.why_not(replace(problem, M=1, L=70_000))
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_cost_leaves_few_rows_to_the_skinny_kernel(kernel):
     line = STATED["NVIDIA H200"]
@@ -146,6 +164,10 @@ def test_cost_leaves_few_rows_to_the_skinny_kernel(kernel):
         assert (kernel.cost(problem, line) < skinny.cost(problem, line)) == wide_is_cheaper, M
         assert kernel.cost(problem, line) > line.floor(problem)
         assert kernel.cost(replace(problem, L=3), line) > kernel.cost(problem, line)
+    for L, N, K in ((4, 4096, 7168), (8, 2048, 2048), (128, 512, 128)):
+        problem = Problem("linear", 1, N, K, L=L, a=a, b=b, b_layouts=layouts, arch="sm_90")
+        assert skinny.cost(problem, line) < kernel.cost(problem, line)
+        assert skinny.cost(problem, line) < L * skinny.cost(replace(problem, L=1), line), "one launch does them all"
 
 
 # --- the machine code ----------------------------------------------------------------------------------------------
@@ -253,3 +275,44 @@ def test_a_chain_in_a_graph():
         torch.cuda.synchronize()
         for out, right in zip(x, expected, strict=True):
             assert torch.equal(out, right)
+
+
+@on_hopper
+def test_beside_kernels_that_start_early():
+    """A skinny kernel that starts before the one before it has ended, the wide one, and again, each fed by the last."""
+    one = NVFP4.scale_code.one
+    b = random_codes((512, 512), NVFP4, generator(15), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
+    b = prepacked(b)
+    launches = [cuda_linear_sm90.launch, cuda_linear_wide_sm90.launch] * 4
+    x = [random_dense((60, 512), torch.bfloat16, generator(16), "cuda")]
+    x += [torch.empty_like(x[0]) for _ in launches]
+    expected = [x[0], *(torch.empty_like(x[0]) for _ in launches)]
+    for launch, (source, out) in zip(launches, pairwise(expected), strict=True):
+        launch(source, b, None, out)
+        torch.cuda.synchronize()
+    assert all(out.isfinite().all() and out.any() for out in expected)
+    ops.dependent_launch()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch, (source, out) in zip(launches, pairwise(x), strict=True):
+                launch(source, b, None, out)
+        for _ in range(20):
+            for out in x[1:]:
+                out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            for out, right in zip(x, expected, strict=True):
+                assert torch.equal(out, right)
+    finally:
+        ops.dependent_launch(False)
+
+
+@on_hopper
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_activations_that_lie_once_for_a_batch_or_column_after_column(format):
+    narrow = None if format == NVFP4 else (100, 140)
+    b = random_codes((2, 200, 256), format, generator(17), scale_bytes=narrow, device="cuda")
+    a = random_dense((2, 70, 256), torch.bfloat16, generator(18), "cuda")
+    for left in (a[:1].expand(2, -1, -1), a.mT.contiguous().mT):
+        assert_product(left, b, None, linear(left, b), f"{format} {left.stride()}")

@@ -43,7 +43,7 @@ def drawn(draw: random.Random) -> Shape:
     format = NVFP4 if a == "fp4" else draw.choice(list(FORMATS.values()))
     step = 128 if a == "fp4" or draw.random() < 0.3 else format.block_size
     return Shape(
-        M=size(8 if a == "fp4" else 90),
+        M=size(8 if a == "fp4" else draw.choice((90, 700))),
         N=size(5000),
         K=step * size(8192 // step),
         L=draw.choice((1, 1, 1, 3)),

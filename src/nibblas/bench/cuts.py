@@ -30,6 +30,7 @@ from nibblas.bench.operands import USUAL_SCALES, compare, draw, rotation_of
 from nibblas.bench.timing import interleaved
 from nibblas.formats import NVFP4
 from nibblas.kernels import cuda_linear_fp4_sm90, cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
+from nibblas.kernels.cuda_prepacked_sm90 import LAYOUTS
 from nibblas.memory import cold_bytes
 from nibblas.problem import Problem
 from nibblas.tensor import ScaledTensor, stack
@@ -83,7 +84,7 @@ KERNELS = {
         _linear_candidates,
         lambda config, p: cuda_linear_sm90.estimate(config, p.N, p.K, p.M),
         lambda p: cuda_linear_sm90.configure(p.N, p.K, p.M),
-        cuda_linear_sm90.LAYOUTS[NVFP4],
+        LAYOUTS[NVFP4],
         cuda_linear_sm90.launch,
         partial(_compile, cuda_linear_sm90.FILES, lambda config, p: config.options(NVFP4, 1, p.M)),
     ),
@@ -93,7 +94,7 @@ KERNELS = {
         lambda p: (config for config in cuda_linear_wide_sm90.configs() if config.cluster <= -(-p.K // 128)),
         lambda config, p: cuda_linear_wide_sm90.estimate(config, p.N, p.K, p.M),
         lambda p: cuda_linear_wide_sm90.configure(p.N, p.K, p.M),
-        cuda_linear_sm90.LAYOUTS[NVFP4],
+        LAYOUTS[NVFP4],
         cuda_linear_wide_sm90.launch,
         partial(_compile, cuda_linear_wide_sm90.FILES, lambda config, p: config.options(NVFP4, 1)),
     ),

@@ -13,34 +13,24 @@ the decoding and the tensor cores take turns where they should overlap.
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from nibblas.formats import MXFP4, NVFP4, Format
+from nibblas.formats import NVFP4, Format
 from nibblas.kernel import Kernel
 from nibblas.kernels import cuda_module
 from nibblas.kernels.cuda_module import SHARED_LIMIT_SM90, SOURCES, TYPES, Launch, Launches, load, missing, source_of
-from nibblas.layouts import (
-    FRAGMENT_SCALES_MXFP4,
-    FRAGMENT_SCALES_NVFP4,
-    FRAGMENTS_MXFP4,
-    FRAGMENTS_NVFP4,
-)
+from nibblas.kernels.cuda_prepacked_sm90 import HEADER, LAYOUTS, TERMS, too_many
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
-FILES = ("cuda_linear_sm90.h", "cuda_linear_sm90.cu")
+FILES = (HEADER, "cuda_linear_sm90.cu")
 MAX_COLUMNS = 64
 INVARIANT_COLUMNS = 32
-TERMS = {torch.bfloat16: 1, torch.float16: 2}
-LAYOUTS = {
-    NVFP4: (FRAGMENT_SCALES_NVFP4, FRAGMENTS_NVFP4),
-    MXFP4: (FRAGMENT_SCALES_MXFP4, FRAGMENTS_MXFP4),
-}
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,7 @@ def _candidates(N: int, K: int, columns: int) -> Iterator[Config]:
                 yield Config(row_warps, k_warps, cluster, row_tiles, 5 - row_tiles if steps > 4 else 2)
 
 
-def estimate(config: Config, N: int, K: int, columns: int) -> float:
+def estimate(config: Config, N: int, K: int, columns: int, L: int = 1) -> float:
     """Microseconds that an H200 takes: fitted to 856 measurements of NVFP4, with an RMS error of 9 %.
 
     Of three things that overlap the slowest counts: the memory, the decoding on a multiprocessor, and a warp's own
@@ -135,13 +125,13 @@ def estimate(config: Config, N: int, K: int, columns: int) -> float:
     """
     tiles, chunks, column_tiles = -(-N // 16), _chunks(K), config.column_tiles(columns)
     warps, cluster = config.threads // 32, config.cluster
-    CTAs = -(-N // config.rows) * cluster
+    CTAs = -(-N // config.rows) * cluster * L
     fit = SHARED_LIMIT_SM90 // (config.shared_bytes(NVFP4, columns, K) + 1024)
     resident = max(1, min(fit, 64 // warps, 2048 // warps // (112 if config.wgmma else 80)))
     at_once = CTAS_AT_ONCE[cluster]
     waves, resident = -(-CTAs // (at_once * resident)), min(resident, -(-CTAs // at_once))
     steps = -(-chunks // (cluster * config.k_warps)) * config.row_tiles
-    memory = tiles * 16 * chunks * 128 * 0.5625 / 4.4e6 * 1.14
+    memory = L * tiles * 16 * chunks * 128 * 0.5625 / 4.4e6 * 1.14
     decoding = (0.15 + 0.014 * column_tiles) if config.wgmma else (0.085 + 0.031 * column_tiles)
     decoding *= waves * steps * warps * resident / 4
     chain = (0.25 + 0.031 * column_tiles) if config.wgmma else (0.12 + 0.031 * column_tiles)
@@ -153,11 +143,11 @@ def estimate(config: Config, N: int, K: int, columns: int) -> float:
     return overhead + (memory**6.5 + decoding**6.5 + chain**6.5) ** (1 / 6.5) + a + sums
 
 
-@cache
-def configure(N: int, K: int, columns: int) -> Config:
-    """The cut with the least estimate for b (N, K) and so many columns of c.T (rows of a, times their terms)."""
+@lru_cache(maxsize=4096)
+def configure(N: int, K: int, columns: int, L: int = 1) -> Config:
+    """The cut with the least estimate for b ([L,] N, K) and so many columns of c.T (rows of a, times their terms)."""
     fitting = (c for c in _candidates(N, K, columns) if c.shared_bytes(NVFP4, columns, K) <= SHARED_LIMIT_SM90)
-    return min(fitting, key=lambda config: estimate(config, N, K, columns))
+    return min(fitting, key=lambda config: estimate(config, N, K, columns, L))
 
 
 @cache
@@ -178,7 +168,7 @@ def prepare(
 ) -> Launch:
     """A launch of the kernel for these sizes, its arguments (`ARGUMENTS`) yet to be packed into it."""
     columns = min(M * terms, INVARIANT_COLUMNS if config and config.one_chain else MAX_COLUMNS)
-    config = config or configure(N, K, columns)
+    config = config or configure(N, K, columns, L)
     rows = config.column_tiles(columns) * 8 // terms
     shared_bytes = config.shared_bytes(format, columns, K)
     options = config.options(format, terms, columns)
@@ -266,21 +256,26 @@ def bind(a: Tensor, b: ScaledTensor, bias: Tensor | None, out: Tensor) -> Callab
 
 def cost(problem: Problem, line: Roofline) -> float:
     """What `estimate` says of an H200, scaled to the device's bandwidth, for every 64 columns of c.T."""
+    N, K, L = problem.N, problem.K, problem.L
     columns = problem.M * TERMS[DTYPES[problem.a]]
     blocks, last = divmod(columns, MAX_COLUMNS)
     times = [(blocks, MAX_COLUMNS)] * (blocks > 0) + [(1, last)] * (last > 0)
-    H200 = sum(
-        count * estimate(configure(problem.N, problem.K, block), problem.N, problem.K, block) for count, block in times
-    )
-    return problem.L * H200 * 1e-6 * 4.4e12 / line.read_bandwidth
+    H200 = sum(count * estimate(configure(N, K, block, L), N, K, block, L) for count, block in times)
+    return H200 * 1e-6 * 4.4e12 / line.read_bandwidth
 
 
 def cost_invariant(problem: Problem, line: Roofline) -> float:
     """The same of the cut that does not depend on M, for every 32 columns of c.T."""
+    N, K, L = problem.N, problem.K, problem.L
     columns = problem.M * TERMS[DTYPES[problem.a]]
-    config = configure_invariant(problem.N, problem.K)
-    H200 = -(-columns // INVARIANT_COLUMNS) * estimate(config, problem.N, problem.K, min(columns, INVARIANT_COLUMNS))
-    return problem.L * H200 * 1e-6 * 4.4e12 / line.read_bandwidth
+    config = configure_invariant(N, K)
+    H200 = -(-columns // INVARIANT_COLUMNS) * estimate(config, N, K, min(columns, INVARIANT_COLUMNS), L)
+    return H200 * 1e-6 * 4.4e12 / line.read_bandwidth
+
+
+def also(problem: Problem) -> str | None:
+    """Why a launch of the kernel can't be made, beyond what its record says."""
+    return missing() or too_many(-(-problem.M * TERMS[DTYPES[problem.a]] // INVARIANT_COLUMNS), problem.L)
 
 
 _kernel = partial(
@@ -288,8 +283,13 @@ _kernel = partial(
     op="linear",
     archs=("sm_90",),
     outs=tuple(DTYPES),
-    also=lambda problem: missing(),
-    sources=(*(f"kernels/{name}" for name in FILES), "kernels/cuda_linear_sm90.py", *SOURCES),
+    also=also,
+    sources=(
+        *(f"kernels/{name}" for name in FILES),
+        "kernels/cuda_linear_sm90.py",
+        "kernels/cuda_prepacked_sm90.py",
+        *SOURCES,
+    ),
     batched=True,
 )
 KERNELS = tuple(

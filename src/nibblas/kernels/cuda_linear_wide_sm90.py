@@ -5,6 +5,7 @@ operand A, anew for every 48 to 256 rows of a, while the tensor cores work. A ke
 it, into scratch of a's size (of fp16 twice that), while the first weights are fetched. K is split over the CTAs of a
 cluster, whose partial sums are added in a fixed order.
 fp16 activations are split into two bf16 terms, exactly, and cost twice the columns.
+Some ten cuts of the work serve all M of one matrix; each is compiled when it is first met, in half a second, and kept.
 Weakness: work is cut into whole tiles, which leaves up to a sixth of the multiprocessors idle; the kernel before and
 the cluster's sums take 5 us, more than small matrices win.
 """
@@ -12,7 +13,7 @@ the cluster's sums take 5 us, more than small matrices win.
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice, product
 
 import torch
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from nibblas.formats import NVFP4, Format
 from nibblas.kernel import Kernel
-from nibblas.kernels.cuda_linear_sm90 import LAYOUTS, TERMS
 from nibblas.kernels.cuda_module import SHARED_LIMIT_SM90, SOURCES, TYPES, Launch, Launches, load, missing, source_of
+from nibblas.kernels.cuda_prepacked_sm90 import HEADER, LAYOUTS, TERMS, too_many
 from nibblas.problem import DTYPES, Problem
 from nibblas.roofline import Roofline
 from nibblas.tensor import ScaledTensor
 
-FILES = ("cuda_linear_sm90.h", "cuda_linear_wide_sm90.cu")
+FILES = (HEADER, "cuda_linear_wide_sm90.cu")
 # As the device code has them: threads of a CTA that arranges a, registers of a thread that copies.
 ARRANGERS, COPYING = 256, 40
 
@@ -110,12 +111,12 @@ def configs() -> tuple[Config, ...]:
 
 
 # CTAs at a time, one a multiprocessor, of an H200: its GPCs hold clusters of three and more with some left over.
-MULTIPROCESSORS, IN_CLUSTERS = 132, 114
+MULTIPROCESSORS, CLUSTERED = 132, 114
 SUSTAINED = 0.87  # of the tensor cores' rate, from some 500 rows on
 
 
 def estimate(config: Config, N: int, K: int, columns: int, L: int = 1) -> float:
-    """Microseconds that an H200 takes: fitted to 6344 measurements of NVFP4, with an RMS error of 9 %.
+    """Microseconds that an H200 takes: fitted to 6344 measurements of NVFP4 up to 512 rows, with an RMS error of 9 %.
 
     Of five things that overlap the slowest counts: the tensor cores, the decoding and the copies of a on a
     multiprocessor, a warp's own steps, and the memory; the sums' way out comes on top, for each wave of CTAs, and a's
@@ -123,7 +124,7 @@ def estimate(config: Config, N: int, K: int, columns: int, L: int = 1) -> float:
     """
     chunks, groups, blocks = _chunks(K), -(-N // config.rows), -(-columns // config.columns)
     CTAs = groups * blocks * config.cluster * L
-    at_once = MULTIPROCESSORS if config.cluster <= 2 else IN_CLUSTERS
+    at_once = MULTIPROCESSORS if config.cluster <= 2 else CLUSTERED
     waves, resident = -(-CTAs // (at_once * config.min_blocks)), min(config.min_blocks, -(-CTAs // at_once))
     steps, bands = -(-chunks // config.cluster), config.rows // 64 * resident
     tensor = 0.0189 * config.column_tiles * bands * steps
@@ -137,7 +138,7 @@ def estimate(config: Config, N: int, K: int, columns: int, L: int = 1) -> float:
     return overhead + 0.996e-6 * columns * K * L + waves * (overlapping + sums)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def configure(N: int, K: int, columns: int, L: int = 1) -> Config:
     """The cut with the least estimate for b ([L,] N, K) and so many columns of c.T (rows of a, times their terms)."""
     able = (config for config in configs() if config.cluster <= _chunks(K))
@@ -274,6 +275,12 @@ def cost(problem: Problem, line: Roofline) -> float:
     return max(H200 * 1e-6 * 4.4e12 / line.read_bandwidth, terms * problem.operations / (SUSTAINED * line.rate("bf16")))
 
 
+def also(problem: Problem) -> str | None:
+    """Why a launch of the kernels can't be made, beyond what its record says."""
+    fewest = min(config.columns for config in configs()) // TERMS[DTYPES[problem.a]]
+    return missing() or too_many(-(-problem.M // fewest), problem.L)
+
+
 _kernel = partial(
     Kernel,
     op="linear",
@@ -282,11 +289,11 @@ _kernel = partial(
     launch=launch,
     bind=bind,
     cost=cost,
-    also=lambda problem: missing(),
+    also=also,
     sources=(
         *(f"kernels/{name}" for name in FILES),
-        "kernels/cuda_linear_sm90.py",
         "kernels/cuda_linear_wide_sm90.py",
+        "kernels/cuda_prepacked_sm90.py",
         *SOURCES,
     ),
     batched=True,

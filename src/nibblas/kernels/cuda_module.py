@@ -23,6 +23,7 @@ from nibblas.paths import cache_dir, writing_cache
 # What every kernel of this kind is made of, beside its own files.
 SOURCES = ("kernels/cuda_element.h", "kernels/cuda_module.py")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as cuda_element.h numbers them
+MOST_LAUNCHES = 4096
 SHARED_LIMIT_SM90 = 227 * 1024  # bytes of shared memory that a CTA may have
 
 # Whether kernels that can are launched so that they start before the kernel before them on the stream has ended:
@@ -232,7 +233,10 @@ class Launch:
 
 
 class Launches(threading.local):
-    """Launches by problem; each thread has its own, as a launch's arguments are written into it."""
+    """Launches by problem; each thread has its own, as a launch's arguments are written into it.
+
+    Where there are more than MOST_LAUNCHES, all are forgotten, and made again when they are asked for.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -241,5 +245,7 @@ class Launches(threading.local):
         """This thread's launch, or launches, for a key, made where there are none yet."""
         found = self._made.get(key)
         if found is None:
+            if len(self._made) >= MOST_LAUNCHES:
+                self._made.clear()
             found = self._made[key] = make()
         return found
