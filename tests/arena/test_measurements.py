@@ -6,7 +6,7 @@ import pytest
 from arena_records import BAD, GOOD, SIZES, timed, untimed
 
 from nibblas.arena.measurements import measurements, submission_digest
-from nibblas.arena.record import PARTIAL_FLOOR, Comparison, Finding, PairedRatio, SubmissionFacts, TaskFacts
+from nibblas.arena.record import Comparison, Finding, PairedRatio, SubmissionFacts, TaskFacts
 from nibblas.evidence import Measurement
 
 
@@ -24,7 +24,7 @@ def test_a_row_for_each_product_of_the_last_timing():
 
 
 def test_a_floor_from_a_part_of_the_data_is_none():
-    partial = Finding(PARTIAL_FLOOR, "info", "the floor is from 1 of 2 MB tried")
+    partial = Finding("partial-floor", "info", "the floor is from 1 of 2 MB tried")
     (row,) = measurements(replace(GOOD, cases=(timed(findings=(partial,)),)))
     assert row.floor is None
 

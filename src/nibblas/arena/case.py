@@ -20,7 +20,6 @@ from nibblas.arena.options import Options
 from nibblas.arena.parties import Contestant, FaultError, JudgeProcess, Made
 from nibblas.arena.problem import Case
 from nibblas.arena.record import (
-    PARTIAL_FLOOR,
     TIMED,
     CaseResult,
     CaseVerdict,
@@ -258,7 +257,7 @@ class CaseRun:
                 self._find(Finding("no-floor", "info", f"no floor: {facts.get('unprobed', '')}"))
             elif (tried := facts["tried_bytes"]) < (1 - NEGLIGIBLE) * (total := facts["data_bytes"]):
                 what = f"the floor is from {tried / 1e6:.3g} of {total / 1e6:.3g} MB tried: there was no time for more"
-                self._find(Finding(PARTIAL_FLOOR, "info", what))
+                self._find(Finding("partial-floor", "info", what))
         return timing.floor_ns(read, written, protocol.flush_bytes, protocol.bandwidth)
 
     def _called(self, index: int, made: Made, *, again: bool) -> Sample | None:

@@ -25,7 +25,6 @@ SCHEMA = 1
 
 Mode = Literal["test", "benchmark", "leaderboard", "profile"]
 TIMED: tuple[Mode, ...] = ("benchmark", "leaderboard")  # modes whose cases have statistics
-PARTIAL_FLOOR = "partial-floor"  # the finding that some of the inputs were not tried for a case's floor
 Dialect = Literal["nibblas", "kernelbot"]  # how the cases of task.yml are read
 StandInChoice = Literal["auto", "none"]  # whether something of ours may take the place of what a machine lacks
 CaseVerdict = Literal["correct", "wrong", "crashed", "timeout", "refused", "incompatible", "not run"]
@@ -198,7 +197,7 @@ class CaseResult:
     @property
     def has_partial_floor(self) -> bool:
         """Whether some of the inputs were not tried for the floor, so that it may be too low."""
-        return any(finding.class_id == PARTIAL_FLOOR for finding in self.findings)
+        return any(finding.class_id == "partial-floor" for finding in self.findings)
 
 
 @dataclass(frozen=True)
