@@ -36,7 +36,7 @@ class Device(Protocol):
 
     @property
     def timers(self) -> tuple[str, ...]:
-        """Names of the spans that `timed` returns; the first one ranks."""
+        """Names of the spans that `timed` returns, not all of them after each call; the first one ranks."""
 
     def hold_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Make the data of the next `timed` call wrong until its span begins, where work could begin earlier."""
