@@ -1,6 +1,7 @@
 """How the CPU library is found, built and refused. Each test runs fresh processes with a cache of their own."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,29 +37,43 @@ def lines(process: subprocess.Popen) -> list[str]:
     return out.splitlines()
 
 
+@pytest.fixture
+def hasty(tmp_path) -> str:
+    """A compiler that doesn't optimize, for tests that only look at what becomes of the library."""
+    command = tmp_path / "hasty"
+    compiler = shlex.join(cpu_library.find_compiler())
+    command.write_text(
+        "#!/bin/sh\n"
+        'for flag; do shift; [ "$flag" = -O3 ] && flag=-O0; set -- "$@" "$flag"; done\n'
+        f'exec {compiler} "$@"\n'
+    )
+    command.chmod(0o755)
+    return str(command)
+
+
 @needs_compiler
-def test_four_processes_build_at_once_later_ones_find_it_and_mend_it(tmp_path):
-    processes = [start(tmp_path) for _ in range(4)]
+def test_four_processes_build_at_once_later_ones_find_it_and_mend_it(tmp_path, hasty):
+    processes = [start(tmp_path, NIBBLAS_CC=hasty) for _ in range(4)]
     for process in processes:
         status, tier = lines(process)
         assert "compiled" in status
         assert tier in cpu_library.TIERS
     (built,) = (tmp_path / "nibblas" / "cpu").iterdir()
     before = built.stat()
-    status, _ = lines(start(tmp_path))
+    status, _ = lines(start(tmp_path, NIBBLAS_CC=hasty))
     assert f"{built} (compiled before)" in status
     assert built.stat().st_mtime_ns == before.st_mtime_ns
     built.write_bytes(b"not a library")
-    status, _ = lines(start(tmp_path))
+    status, _ = lines(start(tmp_path, NIBBLAS_CC=hasty))
     assert "compiled now" in status
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_costs_a_compilation(tmp_path):
+def test_a_cache_that_cannot_be_written_costs_a_compilation(tmp_path, hasty):
     (tmp_path / "nibblas").write_text("a file")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    status, tier = lines(start(tmp_path, TMPDIR=str(temporary)))
+    status, tier = lines(start(tmp_path, TMPDIR=str(temporary), NIBBLAS_CC=hasty))
     assert "compiled for this process, as the cache can't be used: " in status
     assert tier == cpu_library.TIERS[cpu_library.tier()]
     assert not list(temporary.iterdir())
