@@ -1,16 +1,26 @@
-"""Where the tests of Hopper's kernels run: on a GPU, or as C++ on this CPU (cuda_on_cpu.h); their machine code."""
+"""Where the tests of Hopper's kernels run: on a GPU, or as C++ on this CPU (cuda_on_cpu.h). Their machine code, and
+what those that take prepacked weights have to stand."""
 
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from checks import random_codes, random_dense
 
+from nibblas import ops
+from nibblas.formats import Format
 from nibblas.kernels import cuda_module
+from nibblas.kernels.cuda_prepacked_sm90 import LAYOUTS
 from nibblas.problem import arch_of
+from nibblas.tensor import ScaledTensor
+
+Launch = Callable[..., None]  # launch(a, b, bias, out)
 
 HOPPER = torch.cuda.is_available() and arch_of(torch.device("cuda", 0)) == "sm_90"
 COMPILER = shutil.which("c++")
@@ -45,3 +55,51 @@ def disassembled(cubin: bytes, folder: Path) -> str:
     path.write_bytes(cubin)
     nvdisasm = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def assert_streams_agree(launch: Launch, b: ScaledTensor, Ms: Sequence[int]) -> None:
+    """200 times on a stream for each M, with b (N, K) prepacked, the results are those of one launch alone."""
+    N, K = b.shape
+    inputs = [random_dense((M, K), torch.bfloat16, torch.Generator().manual_seed(M), "cuda") for M in Ms]
+    first = [torch.empty(len(a), N, device="cuda") for a in inputs]
+    for a, out in zip(inputs, first, strict=True):
+        launch(a, b, None, out)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    outs = [torch.empty(200, *out.shape, device="cuda") for out in first]
+    for i in range(200):
+        for stream, a, out in zip(streams, inputs, outs, strict=True):
+            with torch.cuda.stream(stream):
+                launch(a, b, None, out[i])
+    torch.cuda.synchronize()
+    for out, expected in zip(outs, first, strict=True):
+        assert torch.equal(out, expected.expand_as(out))
+
+
+def assert_chain(launches: Sequence[Launch], format: Format, M: int, *, dependent: bool) -> None:
+    """In one graph each product's activations are the result of the one before; kernels that can start early."""
+    one, generator = format.scale_code.one, torch.Generator().manual_seed(13)
+    narrow = {"scale_bytes": (one - 1, one), "global_scale": False}  # of growing values, all finite
+    b = random_codes((512, 512), format, generator, **narrow, device="cuda").with_layout(*LAYOUTS[format])
+    x = [random_dense((M, 512), torch.bfloat16, generator, "cuda")]
+    x += [torch.empty_like(x[0]) for _ in launches]
+    expected = [x[0], *(torch.empty_like(x[0]) for _ in launches)]
+    for launch, (source, out) in zip(launches, pairwise(expected), strict=True):
+        launch(source, b, None, out)
+        torch.cuda.synchronize()
+    assert all(out.isfinite().all() and out.any() for out in expected)
+    ops.dependent_launch(dependent)
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch, (source, out) in zip(launches, pairwise(x), strict=True):
+                launch(source, b, None, out)
+        for _ in range(20):
+            for out in x[1:]:
+                out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            for out, right in zip(x, expected, strict=True):
+                assert torch.equal(out, right)
+    finally:
+        ops.dependent_launch(False)

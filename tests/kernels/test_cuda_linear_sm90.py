@@ -5,13 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import disassembled, on_hopper
+from hopper import assert_chain, assert_streams_agree, disassembled, on_hopper
 
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -330,51 +330,14 @@ def test_a_row_is_summed_alike_whatever_is_beside_it(format, dtype):
 @on_hopper
 def test_results_repeat_on_two_streams():
     b = prepacked(random_codes((1024, 2048), NVFP4, generator(6), device="cuda"))
-    inputs = [random_dense((M, 2048), torch.bfloat16, generator(M), "cuda") for M in (1, 48)]
-    first = [torch.empty(len(a), 1024, device="cuda") for a in inputs]
-    for a, out in zip(inputs, first, strict=True):
-        cuda_linear_sm90.launch(a, b, None, out)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in inputs]
-    outs = [torch.empty(200, *out.shape, device="cuda") for out in first]
-    for i in range(200):
-        for stream, a, out in zip(streams, inputs, outs, strict=True):
-            with torch.cuda.stream(stream):
-                cuda_linear_sm90.launch(a, b, None, out[i])
-    torch.cuda.synchronize()
-    for out, expected in zip(outs, first, strict=True):
-        assert torch.equal(out, expected.expand_as(out))
+    assert_streams_agree(cuda_linear_sm90.launch, b, (1, 48))
 
 
 @on_hopper
+@pytest.mark.parametrize("M", [1, 16, 64])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)
-def test_dependent_launches_find_what_those_before_them_wrote(format):
-    """Each product's activations are the result of the one before, in one graph."""
-    one = format.scale_code.one
-    b = random_codes((512, 512), format, generator(13), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
-    b = prepacked(b)
-    for M in (1, 16, 64):
-        x = [random_dense((M, 512), torch.bfloat16, generator(14), "cuda")]
-        x += [torch.empty_like(x[0]) for _ in range(8)]  # of growing values, all finite
-        expected = [x[0], *(torch.empty_like(x[0]) for _ in range(8))]
-        for source, out in pairwise(expected):
-            cuda_linear_sm90.launch(source, b, None, out)
-        assert all(out.isfinite().all() and out.any() for out in expected)
-        ops.dependent_launch()
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for source, out in pairwise(x):
-                    cuda_linear_sm90.launch(source, b, None, out)
-            for _ in range(20):
-                for out in x[1:]:
-                    out.fill_(torch.nan)
-                graph.replay()
-                torch.cuda.synchronize()
-                for out, right in zip(x, expected, strict=True):
-                    assert torch.equal(out, right)
-        finally:
-            ops.dependent_launch(False)
+def test_dependent_launches_find_what_those_before_them_wrote(format, M):
+    assert_chain([cuda_linear_sm90.launch] * 8, format, M, dependent=True)
 
 
 FIRST_PRODUCT = """

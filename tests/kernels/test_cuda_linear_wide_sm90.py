@@ -3,14 +3,12 @@
 import random
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import disassembled, on_hopper
+from hopper import assert_chain, assert_streams_agree, disassembled, on_hopper
 
-from nibblas import ops
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernel import PACKAGE
 from nibblas.kernels import cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
@@ -235,77 +233,15 @@ def test_operands_that_lie_apart():
 @on_hopper
 def test_results_repeat_on_two_streams():
     b = prepacked(random_codes((1024, 2048), NVFP4, generator(6), device="cuda"))
-    inputs = [random_dense((M, 2048), torch.bfloat16, generator(M), "cuda") for M in (96, 300)]
-    first = [torch.empty(len(a), 1024, device="cuda") for a in inputs]
-    for a, out in zip(inputs, first, strict=True):
-        cuda_linear_wide_sm90.launch(a, b, None, out)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in inputs]
-    outs = [torch.empty(200, *out.shape, device="cuda") for out in first]
-    for i in range(200):
-        for stream, a, out in zip(streams, inputs, outs, strict=True):
-            with torch.cuda.stream(stream):
-                cuda_linear_wide_sm90.launch(a, b, None, out[i])
-    torch.cuda.synchronize()
-    for out, expected in zip(outs, first, strict=True):
-        assert torch.equal(out, expected.expand_as(out))
+    assert_streams_agree(cuda_linear_wide_sm90.launch, b, (96, 300))
 
 
 @on_hopper
-def test_a_chain_in_a_graph():
-    """Each product's activations are the result of the one before: what starts early must not read them early."""
-    one = NVFP4.scale_code.one
-    b = random_codes((512, 512), NVFP4, generator(13), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
-    b = prepacked(b)
-    x = [random_dense((100, 512), torch.bfloat16, generator(14), "cuda")]
-    x += [torch.empty_like(x[0]) for _ in range(8)]
-    expected = [x[0], *(torch.empty_like(x[0]) for _ in range(8))]
-    for source, out in pairwise(expected):
-        cuda_linear_wide_sm90.launch(source, b, None, out)
-        torch.cuda.synchronize()
-    assert all(out.isfinite().all() and out.any() for out in expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for source, out in pairwise(x):
-            cuda_linear_wide_sm90.launch(source, b, None, out)
-    for _ in range(20):
-        for out in x[1:]:
-            out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        for out, right in zip(x, expected, strict=True):
-            assert torch.equal(out, right)
-
-
-@on_hopper
-def test_beside_kernels_that_start_early():
-    """A skinny kernel that starts before the one before it has ended, the wide one, and again, each fed by the last."""
-    one = NVFP4.scale_code.one
-    b = random_codes((512, 512), NVFP4, generator(15), scale_bytes=(one - 1, one), global_scale=False, device="cuda")
-    b = prepacked(b)
-    launches = [cuda_linear_sm90.launch, cuda_linear_wide_sm90.launch] * 4
-    x = [random_dense((60, 512), torch.bfloat16, generator(16), "cuda")]
-    x += [torch.empty_like(x[0]) for _ in launches]
-    expected = [x[0], *(torch.empty_like(x[0]) for _ in launches)]
-    for launch, (source, out) in zip(launches, pairwise(expected), strict=True):
-        launch(source, b, None, out)
-        torch.cuda.synchronize()
-    assert all(out.isfinite().all() and out.any() for out in expected)
-    ops.dependent_launch()
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for launch, (source, out) in zip(launches, pairwise(x), strict=True):
-                launch(source, b, None, out)
-        for _ in range(20):
-            for out in x[1:]:
-                out.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            for out, right in zip(x, expected, strict=True):
-                assert torch.equal(out, right)
-    finally:
-        ops.dependent_launch(False)
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_chain_in_a_graph(dependent):
+    """Alone, and beside a skinny kernel, which starts before the one before it has ended where it may."""
+    assert_chain([cuda_linear_wide_sm90.launch] * 8, NVFP4, 100, dependent=dependent)
+    assert_chain([cuda_linear_sm90.launch, cuda_linear_wide_sm90.launch] * 4, NVFP4, 60, dependent=dependent)
 
 
 @on_hopper
