@@ -45,7 +45,7 @@ from nibblas.memory import is_out_of_memory, without_memory_is_fine
 
 MAX_TEXT = 8000  # characters of a message that are sent
 PARTS = 8  # of all data, each of which may matter or not
-BLOCK = 4096  # bytes of a part that are changed to see
+BLOCK = 128  # bytes of a part that are changed to see: what memory moves at once, and no more than a row of a table
 SELF_TEST = 1.0  # seconds for trying faulty answers on a problem's check, which itself may take no longer
 TOO_SLOW = "the reference is too slow for its reads to be probed"
 LARGE = 256 << 20  # bytes of data above which errors and coverage aren't measured: they take many times the memory
@@ -231,8 +231,10 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
 
     A storage has as many parts as make each at most one of the PARTS of all data, and at least two, so that many
     storages need few calls. A small block at random of each part is zeroed in turn, of large storages first, as long as
-    there is time. Where all of them make a difference all of the storage counts, else the share of those that did, less
-    one for luck. What was not tried counts nothing. So it is rarely more than what every right kernel has to read.
+    there is time. A storage counts whole where all of its blocks make a difference and there are PARTS of them, its own
+    or those of all storages of fewer parts together, but for such as seem not to be read; else the share of those that
+    did, less one for luck. What was not tried counts nothing. So it is rarely more than what every right kernel has to
+    read.
     """
 
     def answer(changed: int, part: slice) -> list[Tensor] | None:
@@ -254,17 +256,23 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
     if not usual or differs(answer(0, nothing)):
         return None
     sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages) if storage.nbytes()}
-    read_total, tried_total, all_bytes = 0, 0, sum(sizes.values())
-    for number, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
-        step = -(-size // max(-(-size * PARTS // all_bytes), 2))
-        mattered = [
-            differs(answer(number, _block(at, min(at + step, size))))
-            for at in range(0, size, step)
+    steps = {number: -(-size // max(-(-size * PARTS // sum(sizes.values())), 2)) for number, size in sizes.items()}
+    mattered = {
+        number: [
+            differs(answer(number, _block(at, min(at + steps[number], sizes[number]))))
+            for at in range(0, sizes[number], steps[number])
             if time.monotonic() < deadline
         ]
-        share = sum(mattered) if all(mattered) else max(sum(mattered) - 1, 0)
-        read_total += min(share * step, size)
-        tried_total += min(len(mattered) * step, size)
+        for number in sorted(sizes, key=sizes.__getitem__, reverse=True)
+    }
+    of_few = [hit for hits in mattered.values() if len(hits) < PARTS and any(hits) for hit in hits]
+    read_total, tried_total = 0, 0
+    for number, hits in mattered.items():
+        judged = hits if len(hits) >= PARTS else of_few
+        is_sure = len(judged) >= PARTS and all(judged)
+        share = sum(hits) if is_sure else max(sum(hits) - 1, 0)
+        read_total += min(share * steps[number], sizes[number])
+        tried_total += min(len(hits) * steps[number], sizes[number])
     return read_total, tried_total
 
 
