@@ -135,6 +135,23 @@ def test_a_reference_to_which_zeros_are_none_gets_none():
     assert hardener.has_zeros
 
 
+def test_a_reference_that_fails_on_some_scales_only_is_given_others():
+    """Its product of both scales is infinite for some: small operands have other scales for each seed."""
+
+    def scales_first(data):
+        a, b, a_scale, b_scale = (decode_mx(t) for t in data)
+        return (a @ b.T) * (a_scale * b_scale.T)
+
+    def decode_mx(t):
+        scales = t.dtype == torch.float8_e8m0fnu
+        return E8M0.decode(t.view(torch.uint8)).float() if scales else e2m1_decode(unpack(t.view(torch.uint8))).float()
+
+    for seed in range(0, 60, 2):
+        harden = Hardener(scales_first)
+        for turn in (seed, seed + 1):
+            assert scales_first(harden(two_operands(MXFP4, 16, 16, 32), turn)).isfinite().all()
+
+
 def test_codes_whose_scales_are_not_told_have_no_zeros():
     a, b, a_scale, _ = two_operands(MXFP4)
     scale = torch.ones(80, 16, dtype=torch.float8_e8m0fnu)

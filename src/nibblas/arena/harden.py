@@ -97,7 +97,11 @@ class Hardener:
         while not fits(self._octaves[turn]):
             self._octaves[turn] += 1
             if self._octaves[turn] >= OCTAVES:
-                raise ValueError(f"harden: answers stay above {limit:g}, whatever the scales")
+                if not self.has_zeros:
+                    raise ValueError(f"harden: answers stay above {limit:g}, whatever the scales")
+                # Few blocks have other scales each time, and the reference failed on these.
+                self.has_zeros = False
+                self._octaves[turn] = bisect_left(range(OCTAVES - 1), True, key=fits)
         return hardened
 
     def _largest_answer(self, data: Any) -> float:
