@@ -27,7 +27,7 @@ HELD_BACK = SLOWDOWNS | {REASONS["SwPowerCap"]}
 class ClockState:
     """The SM clock at one moment, and why it is no higher."""
 
-    sm_mhz: int
+    sm_mhz: int | None  # None where the device does not tell
     reasons: frozenset[str]  # of REASONS
 
     @property
@@ -73,11 +73,12 @@ class Clocks:
         """The state of the clocks at this moment; None where it is not known."""
         if self._nvml is None:
             return None
-        nvml, handle = self._nvml, self._handle
-        try:
+        nvml, handle, clock, bits = self._nvml, self._handle, None, 0
+        with suppress(nvml.NVMLError):
             clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        with suppress(nvml.NVMLError):
             bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        except nvml.NVMLError:
+        if clock is None and not bits:
             return None
         found = (words for name, words in REASONS.items() if bits & getattr(nvml, f"nvmlClocksThrottleReason{name}", 0))
         return ClockState(clock, frozenset(found))
