@@ -27,7 +27,8 @@ EVENT_STEP_NS = 500.0  # between the times that two events can be apart, as CUDA
 EVENT_SLACK_NS, HOST_SLACK_NS = 150e3, 20e6
 CPU_SLACK_NS = 150e3  # of CPU time: a call may leave the caches cold for the reply
 LEAD_SHARE = 1.02  # of the lead of calls of nothing: a longer one is that of a slower clock, or claimed
-TAIL_NS = 10e3  # for which a device may go on after the last event of a call
+TAIL_NS = 15e3  # for which a device may go on after the last event of a call
+IDLE_NS = 60e3  # that it may take to wait for an idle device: 10 us in most processes, up to 50 in one with graphs
 TRACED_NS = 5e3  # by which a profiler may see more work than the events: each kernel starts a little later under it
 OUTSIDE_NS = 10e6  # a thread, of CPU time around a call: libraries let threads spin before they sleep
 LONGEST_NS = 1e18  # of a span: 30 years
@@ -169,16 +170,16 @@ def other_streams(samples: Sequence[Sample]) -> Finding | None:
     """A finding where the device went on after the last event: work on streams that the events don't see.
 
     To wait for a device takes time where it is idle too, and more where a process has several streams. So the usual
-    wait at once after the event, "tail", is compared with the wait some time after it, "late", of the quieter quarter
-    of other calls: work that goes on for longer in some calls, at random, hides in neither.
+    wait at once after the event, "tail", is compared with the shortest wait some time after it, "late", of other calls,
+    or with IDLE_NS where that is less: work that goes on for longer in some calls, at random, hides little in either.
     """
     tails, lates = (
         [ns for sample in samples if (ns := sample.claimed_ns.get(wait)) is not None] for wait in ("tail", "late")
     )
     if len(tails) < FEWEST - 1 or not lates:
         return None
-    found, late = median_interval(tails, confidence=0.99), sorted(lates)[(len(lates) - 1) // 4]
-    if found.low - late <= TAIL_NS:
+    found, late = median_interval(tails, confidence=0.99), min(*lates, IDLE_NS)
+    if found.low - late <= TAIL_NS and found.value <= IDLE_NS + TAIL_NS:
         return None
     return Finding(
         "side-stream",
@@ -259,9 +260,9 @@ def outside_work(
 
 def clocks_seen(states: Sequence[ClockState]) -> ClocksSeen | None:
     """The range of a clock over these moments, with all reasons that it was no higher; None without any."""
-    if not states:
+    clocks = [state.sm_mhz for state in states if state.sm_mhz is not None]
+    if not clocks:
         return None
-    clocks = [state.sm_mhz for state in states]
     return ClocksSeen(min(clocks), max(clocks), tuple(sorted(frozenset().union(*(state.reasons for state in states)))))
 
 
