@@ -229,12 +229,12 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
 
     None where the answer is another one each time.
 
-    A storage has as many parts as make each at most one of the PARTS of all data, and at least two, so that many
-    storages need few calls. A small block at random of each part is zeroed in turn, of large storages first, as long as
-    there is time. A storage counts whole where all of its blocks make a difference and there are PARTS of them, its own
-    or those of all storages of fewer parts together, but for such as seem not to be read; else the share of those that
-    did, less one for luck. What was not tried counts nothing. So it is rarely more than what every right kernel has to
-    read.
+    A storage has as many parts as make each at most one of the PARTS of all data, and at least two, or more where
+    there are less than PARTS storages: so that many need few calls, and few get enough. A small block at random of
+    each part is zeroed in turn, of large storages first, as long as there is time. A storage counts whole where all
+    of its blocks make a difference and there are PARTS of them, its own or those of all storages of fewer parts
+    together, but for such as seem not to be read; else the share of those that did, less one for luck. What was not
+    tried counts nothing. So it is rarely more than what every right kernel has to read.
     """
 
     def answer(changed: int, part: slice) -> list[Tensor] | None:
@@ -256,7 +256,9 @@ def read_bytes(ref_kernel: Callable[[Any], Any], parcel: Parcel, seconds: float)
     if not usual or differs(answer(0, nothing)):
         return None
     sizes = {number: storage.nbytes() for number, storage in enumerate(parcel.storages) if storage.nbytes()}
-    steps = {number: -(-size // max(-(-size * PARTS // sum(sizes.values())), 2)) for number, size in sizes.items()}
+    least = min(max(2 * PARTS // len(sizes), 2), PARTS) if sizes else 0
+    all_bytes = sum(sizes.values())
+    steps = {number: -(-size // max(-(-size * PARTS // all_bytes), least)) for number, size in sizes.items()}
     mattered = {
         number: [
             differs(answer(number, _block(at, min(at + steps[number], sizes[number]))))
