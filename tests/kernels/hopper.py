@@ -3,6 +3,7 @@ what those that take prepacked weights have to stand."""
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import random_codes, random_dense
+from checks import poisoned_empty, random_codes, random_dense
 
 from nibblas import ops
 from nibblas.formats import Format
@@ -29,6 +30,32 @@ WHERE = [
     pytest.param("cpu", marks=pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")),
     pytest.param("cuda", marks=on_hopper),
 ]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def prepacked(t: ScaledTensor) -> ScaledTensor:
+    return t.with_layout(*LAYOUTS[t.format])
+
+
+def prepacked_product(launch: Launch, a, b, bias=None, **options) -> torch.Tensor:
+    """What a launch makes of weights (N, K) in LINEAR, prepacked for it, in fp32 on the GPU."""
+    out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), torch.float32, "cuda")
+    launch(a, prepacked(b), bias, out, **options)
+    return out
+
+
+class Recorder:
+    """A launch that keeps what it would have passed to the device code, whose Arguments are laid out by a Struct."""
+
+    def __init__(self, arguments: struct.Struct):
+        self._layout, self.arguments = arguments, bytearray(arguments.size)
+        self.seen: list[tuple] = []
+
+    def __call__(self, stream: int) -> None:
+        self.seen.append(self._layout.unpack(self.arguments))
 
 
 def library_for_cpu(folder: Path, kernel: str, options: tuple[str, ...], run: str, before: str = "") -> ctypes.CDLL:
@@ -60,7 +87,7 @@ def disassembled(cubin: bytes, folder: Path) -> str:
 def assert_streams_agree(launch: Launch, b: ScaledTensor, Ms: Sequence[int]) -> None:
     """200 times on a stream for each M, with b (N, K) prepacked, the results are those of one launch alone."""
     N, K = b.shape
-    inputs = [random_dense((M, K), torch.bfloat16, torch.Generator().manual_seed(M), "cuda") for M in Ms]
+    inputs = [random_dense((M, K), torch.bfloat16, generator(M), "cuda") for M in Ms]
     first = [torch.empty(len(a), N, device="cuda") for a in inputs]
     for a, out in zip(inputs, first, strict=True):
         launch(a, b, None, out)
@@ -78,10 +105,10 @@ def assert_streams_agree(launch: Launch, b: ScaledTensor, Ms: Sequence[int]) -> 
 
 def assert_chain(launches: Sequence[Launch], format: Format, M: int, *, dependent: bool) -> None:
     """In one graph each product's activations are the result of the one before; kernels that can start early."""
-    one, generator = format.scale_code.one, torch.Generator().manual_seed(13)
+    one, g = format.scale_code.one, generator(13)
     narrow = {"scale_bytes": (one - 1, one), "global_scale": False}  # of growing values, all finite
-    b = random_codes((512, 512), format, generator, **narrow, device="cuda").with_layout(*LAYOUTS[format])
-    x = [random_dense((M, 512), torch.bfloat16, generator, "cuda")]
+    b = prepacked(random_codes((512, 512), format, g, **narrow, device="cuda"))
+    x = [random_dense((M, 512), torch.bfloat16, g, "cuda")]
     x += [torch.empty_like(x[0]) for _ in launches]
     expected = [x[0], *(torch.empty_like(x[0]) for _ in launches)]
     for launch, (source, out) in zip(launches, pairwise(expected), strict=True):

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import WHERE, library_for_cpu
+from hopper import WHERE, generator, library_for_cpu
 
 from nibblas import reference
 from nibblas.formats import NVFP4
@@ -23,10 +23,6 @@ extern "C" void run(const Arguments* arguments, int blocks_x, int blocks_y, int 
     run_blocks([arguments] { nibblas_linear_fp4(*arguments); }, blocks_x, blocks_y, threads);
 }
 """
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,23 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import assert_chain, assert_streams_agree, disassembled, on_hopper
+from hopper import (
+    Recorder,
+    assert_chain,
+    assert_streams_agree,
+    disassembled,
+    generator,
+    on_hopper,
+    prepacked,
+    prepacked_product,
+)
 
 from nibblas import dispatch, ops, reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -22,19 +32,7 @@ from nibblas.layouts import LINEAR
 from nibblas.nn import FP4Linear
 from nibblas.tensor import ScaledTensor
 
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def prepacked(t: ScaledTensor) -> ScaledTensor:
-    return t.with_layout(*LAYOUTS[t.format])
-
-
-def linear(a, b, bias=None, dtype=torch.float32, **options):
-    out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, "cuda")
-    cuda_linear_sm90.launch(a, prepacked(b), bias, out, **options)
-    return out
+linear = partial(prepacked_product, cuda_linear_sm90.launch)
 
 
 # --- the prepacked layouts -----------------------------------------------------------------------------------------
@@ -200,19 +198,11 @@ def test_processes_that_compile_the_same_kernel_at_once(tmp_path):
 @pytest.fixture
 def launched(monkeypatch):
     """What launches would have passed to the device code, a tuple of Arguments each."""
-    seen = []
-
-    class Recorder:
-        def __init__(self):
-            self.arguments = bytearray(cuda_linear_sm90.ARGUMENTS.size)
-
-        def __call__(self, stream):
-            seen.append(cuda_linear_sm90.ARGUMENTS.unpack(self.arguments))
-
+    recorder = Recorder(cuda_linear_sm90.ARGUMENTS)
     monkeypatch.setattr(cuda_linear_sm90, "_launches", cuda_module.Launches())
-    monkeypatch.setattr(cuda_linear_sm90, "prepare", lambda *_: Recorder())
+    monkeypatch.setattr(cuda_linear_sm90, "prepare", lambda *_: recorder)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    return seen
+    return recorder.seen
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=str)

@@ -3,20 +3,29 @@
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from checks import assert_product, poisoned_empty, random_codes, random_dense
-from hopper import assert_chain, assert_streams_agree, disassembled, on_hopper
+from checks import assert_product, random_codes, random_dense
+from hopper import (
+    Recorder,
+    assert_chain,
+    assert_streams_agree,
+    disassembled,
+    generator,
+    on_hopper,
+    prepacked,
+    prepacked_product,
+)
 
 from nibblas.formats import FORMATS, MXFP4, NVFP4
 from nibblas.kernel import PACKAGE
 from nibblas.kernels import cuda_linear_sm90, cuda_linear_wide_sm90, cuda_module
 from nibblas.kernels.cuda_linear_wide_sm90 import KERNELS, Config, Prepared, configure
-from nibblas.kernels.cuda_prepacked_sm90 import LAYOUTS, TERMS
+from nibblas.kernels.cuda_prepacked_sm90 import TERMS
 from nibblas.problem import Problem
 from nibblas.roofline import STATED
-from nibblas.tensor import ScaledTensor
 
 needs_nvrtc = pytest.mark.skipif(cuda_module.missing() is not None, reason=str(cuda_module.missing()))
 CONFIGS = [
@@ -30,18 +39,7 @@ CONFIGS = [
 ]
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def prepacked(t: ScaledTensor) -> ScaledTensor:
-    return t.with_layout(*LAYOUTS[t.format])
-
-
-def linear(a, b, bias=None, dtype=torch.float32, **options):
-    out = poisoned_empty((*b.shape[:-2], a.shape[-2], b.shape[-2]), dtype, "cuda")
-    cuda_linear_wide_sm90.launch(a, prepacked(b), bias, out, **options)
-    return out
+linear = partial(prepacked_product, cuda_linear_wide_sm90.launch)
 
 
 # --- how the work is cut -------------------------------------------------------------------------------------------
@@ -68,16 +66,6 @@ def test_a_launch_is_made_of_whole_tiles(monkeypatch):
     assert arrange_grid == (4 * 64 * 16 // 256, 3, 3)
     assert threads == 3 * 128
     assert ready.image_bytes == 3 * 3 * 4 * 128 * 256
-
-
-class Recorder:
-    """A launch that keeps what it would have passed to the device code."""
-
-    def __init__(self, struct):
-        self.struct, self.arguments, self.seen = struct, bytearray(struct.size), []
-
-    def __call__(self, stream):
-        self.seen.append(self.struct.unpack(self.arguments))
 
 
 @pytest.fixture

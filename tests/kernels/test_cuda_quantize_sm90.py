@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from checks import random_dense
-from hopper import COMPILER, WHERE, library_for_cpu, on_hopper
+from hopper import COMPILER, WHERE, generator, library_for_cpu, on_hopper
 
 from nibblas.formats import FORMATS, MXFP4, NVFP4, Format
 from nibblas.index.machine_code import disassembler
@@ -111,10 +111,6 @@ extern "C" int wrong_quotients(int off) {
     return wrong;
 }
 """
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

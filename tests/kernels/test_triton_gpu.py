@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from checks import NARROW, assert_close, assert_product, poisoned_empty, random_codes, random_dense
-from hopper import on_hopper
+from hopper import generator, on_hopper
 
 from nibblas import reference
 from nibblas.formats import FORMATS, MXFP4, NVFP4
@@ -33,10 +33,6 @@ pytestmark = [
         also(Problem("linear", 1, 32, 32)) is not None, reason=also(Problem("linear", 1, 32, 32)) or "triton is there"
     ),
 ]
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def linear(a, b, bias=None, dtype=torch.float32, **options):
